@@ -19,7 +19,6 @@ from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort
 from fl_lightning.privacy.central import CentralDP
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import AccountedRun, Privacy
-from fl_lightning.privacy.noise.noise_source import SeededNoise
 
 CLIENTS = 4
 # what the audited trainings claim
@@ -53,7 +52,7 @@ def audit_mechanisms(worlds: int, rounds: int) -> None:
     print(f"{'mechanism':26}{'accounted ε':>12}{'at least':>10}   (δ = 1e-5, 95 % confidence)")
     for name, (privacy, cohort) in settings.items():
         run = AccountedRun(cohort, CLIENTS, rounds, seed=0)
-        accounted = privacy.mechanism(run, SeededNoise(0)).epsilon(rounds)
+        accounted = privacy.mechanism(run).epsilon(rounds)
         present, absent = (
             canary_scores(privacy, run, has_canary=has, num_worlds=worlds) for has in (True, False)
         )

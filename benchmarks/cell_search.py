@@ -29,7 +29,8 @@ from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 
 _EPOCHS, _STEPS_OF_AN_EPOCH = 4, 80  # in one place
 _SIDE, _ROUNDS, _CLIENTS, _STEPS, _BATCH = 16, 7, 3, 10, 32
-_ENAS = {"rule": SinglePath, "learn": Reward, "alpha_draws": 15}
+# As published, the end is the best of many cells that are drawn by α.
+_ENAS = {"rule": SinglePath, "learn": partial(Reward, best_of=100), "alpha_draws": 15}
 # Once weights have learned, gradients of single paths prefer skips and pools: weights stay random, and the mean decides.
 _GDAS: dict[str, Any] = {
     "rule": partial(HardGumbel, 10.0, 10.0, others="all"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fl_lightning.flower.network.folder import SiteFolder
-from fl_lightning.flower.transport.channel import Channel, Lost
+from fl_lightning.flower.transport.channel import Channel
 from fl_lightning.flower.transport.resident import log_to, serve
 
 
@@ -42,7 +42,7 @@ def serve_echo(folder: str) -> None:
     """
     site = SiteFolder.read(Path(folder))
     log_to(site.folder / "log" / "resident.log")
-    serve(site.socket, lambda: echo)
+    serve(site.socket, echo)
 
 
 def exchange(
@@ -63,7 +63,7 @@ def exchange(
         order = f"{options.get('order', 'round')} {number}".encode()
         for name in names:
             channel.send(name, order, float(options.get("ttl", 120.0)))
-        outcomes: dict[str, bytes | Lost] = {}
+        outcomes: dict[str, bytes | None] = {}
         while len(outcomes) < len(names):
             outcomes |= dict(channel.receive(1.0))
         took = time.monotonic() - begun
@@ -72,7 +72,7 @@ def exchange(
     print("all rounds done", flush=True)
 
 
-def _told(outcome: bytes | Lost, order: bytes) -> str:
-    if isinstance(outcome, Lost):
-        return f"lost, {outcome.category}"
+def _told(outcome: bytes | None, order: bytes) -> str:
+    if outcome is None:
+        return "is lost"
     return "answered" if outcome == order else "answered something else"

@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +28,10 @@ from fl_lightning.core.seeds import Draw
 from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.kernels import rounded_gaussian
+from fl_lightning.privacy.distributed import DistributedSkellam
 from fl_lightning.privacy.mechanism import AccountedRun, Mechanism
-from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
+from fl_lightning.privacy.noise.grid import GRID_COST, Grid
+from fl_lightning.privacy.noise.noise_source import NoiseSource
 
 STDDEV_IN_STEPS, NUM_CLIENTS, ROUNDS, DELTA, NUM_NUMBERS = 2.0**26, 1000, 60, 1e-4, 14_000
 Draws = Callable[[], object]
@@ -43,17 +46,20 @@ class Setting:
     made: Callable[[float], CentralDP | BandedMatrixDP | LocalDP | DistributedDP]
     noise: float
 
-    def mechanism(self, noise: float) -> Mechanism:
+    def mechanism(self, noise: float) -> Mechanism[Any]:
         """Return the mechanism of a run."""
         run = AccountedRun(self.cohort, NUM_CLIENTS, ROUNDS, seed=0, num_coordinates=NUM_NUMBERS)
-        return self.made(noise).mechanism(run, SeededNoise(0))
+        mechanism: Mechanism[Any] = self.made(noise).mechanism(run)
+        return mechanism
 
     def row(self) -> str:
         """Return the table's row."""
         on_grid = self.mechanism(self.noise)
-        plain = self.mechanism(self.noise * on_grid.rounding).epsilon(ROUNDS)
+        rounding, step = GRID_COST, Grid.of(1.0, NUM_NUMBERS).step
+        if isinstance(on_grid, DistributedSkellam):
+            rounding, step = on_grid.rounding, on_grid.step(clip_norm=1.0)
+        plain = self.mechanism(self.noise * rounding).epsilon(ROUNDS)
         cost = max(0.0, on_grid.epsilon(ROUNDS) - plain)
-        step = on_grid.step(clip_norm=1.0)
         return f"{self.name:<28}{self.noise:>8.3g}{step:>12.2g}{plain:>12.6f}{cost:>12.1g}"
 
 
@@ -78,7 +84,7 @@ SETTINGS = [
 
 def speed(size: int, turns: int) -> None:
     """Print the first table."""
-    secure, seeded = SecureNoise(), SeededNoise(0)
+    secure, seeded = NoiseSource(), NoiseSource(0)
     kinds: dict[str, Draws] = {
         "on the grid, secure words": lambda: rounded_gaussian(
             STDDEV_IN_STEPS, size, secure.stream()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.privacy.distributed import LocalDP
 from fl_lightning.privacy.mechanism import AccountedRun, Mechanism
-from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import clipped
 from fl_lightning.secure.encryption.ckks import CKKSClient, generate_keys
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
@@ -88,10 +89,11 @@ class Noisy:
         assert release is not None
         return release(clipped(deltas[client], self.clip_norm)[0], client)
 
-    def _mechanism(self, num_clients: int) -> Mechanism:
+    def _mechanism(self, num_clients: int) -> Mechanism[Any]:
         privacy = LocalDP(clip_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
         run = AccountedRun(AllClients(), num_clients=num_clients, num_rounds=1, seed=0)
-        return privacy.mechanism(run, SeededNoise(0))
+        mechanism: Mechanism[Any] = privacy.mechanism(run, NoiseSource(0))
+        return mechanism
 
 
 class Masked:

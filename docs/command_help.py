@@ -1,7 +1,7 @@
 """Writes ``help.json`` of the command line: ``python docs/command_help.py``.
 
 It holds the classes that options take, with a line each, what docstrings say of the options of blocks, and
-the pages of commands whose parsers take seconds to import. The types of an option say which classes it
+the pages of help: of all commands, of the block and of its options. The types of an option say which classes it
 takes: those that are exported and either have a protocol's methods or are derived from a class, but for
 bases.
 """
@@ -12,7 +12,7 @@ import argparse
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,7 +22,7 @@ from torch import nn
 from typing_extensions import get_protocol_members, is_protocol
 
 from fl_lightning.cli.commands import parser_of
-from fl_lightning.cli.help import OURS, in_columns
+from fl_lightning.cli.help import COMMANDS, GROUPS, OF_LIGHTNING, OPTIONS, OURS
 from fl_lightning.cli.names import FILE
 from fl_lightning.core.public_names import PACKAGES
 from fl_lightning.data.federated import FederatedDataModule
@@ -30,6 +30,40 @@ from fl_lightning.federation import Federation
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 _OWNERS = {"federation": Federation, "data": FederatedDataModule}
+_FIRST = """\
+to begin with:
+  fl-lightning fit --config quickstart            two minutes; 95 % of digits
+  fl-lightning configs                            lists more of them
+  fl-lightning fit --federation.help              the options of the block
+  fl-lightning fit --federation.aggregator.help   what one of them takes
+  fl-lightning init my_project                    your own module and data"""
+_WHAT = {
+    "--config NAME": "A configuration of the package (fl-lightning configs) or a file. Several are layered, later "
+    "ones win.",
+    "--federation.help": "The options of the federation, in groups.",
+    "--model.PATH VALUE": "Any option by its path in the YAML, as in --model.init_args.optimizer.init_args.lr "
+    "0.01; also --data.PATH, --federation.PATH, --trainer.PATH.",
+    "--print_config": "Print the whole configuration and end.",
+}
+_FIT = {
+    "--trainer.max_epochs N": "Rounds; epochs without a federation.",
+    "--trainer.accelerator A": "cpu, gpu or auto.",
+    "--trainer.devices N": "Processes on CPUs, GPUs otherwise.",
+    "--ckpt_path PATH": "Resume from a checkpoint; last is that of the newest run of this configuration.",
+    "--test_after_fit BOOL": f"{OPTIONS['test_after_fit']} (default: true)",
+    "--report BOOL": f"{OPTIONS['report']} (default: true)",
+    "--dry_run BOOL": OPTIONS["dry_run"],
+    "--resume_changed BOOL": OPTIONS["resume_changed"],
+}
+_OTHERS = {
+    "--ckpt_path PATH": "The checkpoint whose model is meant; last is that of the newest run of this "
+    "configuration.",
+}
+_ALL = {
+    "--num_threads N": OPTIONS["num_threads"],
+    "--log_level LEVEL": OPTIONS["log_level"],
+    "--seed_everything N": "Seed of all draws, 0 if not given.",
+}
 
 
 def contents() -> dict[str, dict[str, Any]]:
@@ -44,8 +78,106 @@ def contents() -> dict[str, dict[str, Any]]:
             if any(_is_a_base(kind, theirs) for kind in theirs)
         }
         found[block] = {"options": _options(owner), "classes": classes}
-    found["pages"] = {name: text for command in OURS for name, text in pages(command)}
+    found["pages"] = {
+        "": help_of_all(),
+        **{command: run_help(command) for command in OF_LIGHTNING},
+        **{name: text for command in OURS for name, text in pages(command)},
+        "--federation.help": block_help(found["federation"]["options"]),
+        **{
+            f"--{block}.{option}.help": classes_help(f"{block}.{option}", entry)
+            for block in _OWNERS
+            for option, entry in found[block]["classes"].items()
+        },
+    }
     return found
+
+
+def help_of_all() -> str:
+    """Return the list of all commands, which ``fl-lightning --help`` prints."""
+    return "\n".join(
+        [
+            "usage: fl-lightning COMMAND [OPTIONS]",
+            "",
+            "Federated learning for PyTorch Lightning.",
+            "",
+            "commands:",
+            *in_columns(COMMANDS, 11),
+            "",
+            _FIRST,
+            "",
+            "fl-lightning COMMAND --help shows a command's options, --version the version.",
+        ]
+    )
+
+
+def run_help(command: str) -> str:
+    """Return the help of one of Lightning's subcommands: the options that most people need."""
+    return "\n".join(
+        [
+            f"usage: fl-lightning {command} --config NAME [OPTIONS]",
+            "",
+            OF_LIGHTNING[command],
+            "",
+            "the configuration:",
+            *in_columns(_WHAT, 26),
+            "",
+            "this run:",
+            *in_columns((_FIT if command == "fit" else _OTHERS) | _ALL, 26),
+            "",
+            f"All options, those of the Trainer among them: fl-lightning {command} --help all",
+        ]
+    )
+
+
+def block_help(options: Mapping[str, Any]) -> str:
+    """Return the help of the federation block's options, in groups."""
+    lines: list[str] = []
+    for title, names in GROUPS.items():
+        texts = {name: _option(options[name]) for name in names}
+        lines += [f"{title}:", *in_columns(texts, 20), ""]
+    lines += [
+        "In YAML a mapping, on the command line --federation.NAME VALUE. Classes of an",
+        "option: --federation.NAME.help, as in --federation.cohort.help.",
+    ]
+    return "\n".join(lines)
+
+
+def _option(option: Mapping[str, Any]) -> str:
+    default = "" if option["default"] == "null" else f" (default: {option['default']})"
+    return f"{option['help']}{default}".replace("`", "").replace("None", "null")
+
+
+def classes_help(path: str, found: Mapping[str, Any]) -> str:
+    """Return the help of an option that accepts classes: a line for each class."""
+    classes = {of.rpartition(".")[2]: line for of, line in found["classes"].items()}
+    lines = [
+        *in_columns(classes, max(map(len, classes), default=0) + 2),
+        *(f"  any {of}" for of in found["any"]),
+    ]
+    if not lines:
+        bases = " or ".join(found["bases"])
+        lines = [f"  a class of your own that derives from {bases}: see docs/extending.md"]
+    example = next(iter(classes), "CLASS_PATH")
+    return "\n".join(
+        [
+            f"{path} takes one of",
+            "",
+            *lines,
+            "",
+            f"The options of one: --{path}.help {example}",
+        ]
+    )
+
+
+def in_columns(texts: Mapping[str, str], width: int) -> Iterator[str]:
+    """Yield lines with two columns: names, in a column of the given width, and their texts."""
+    for name, text in texts.items():
+        first, *more = textwrap.wrap(text, 77 - width, break_on_hyphens=False) or [""]
+        if len(name) >= width:  # on a line of its own
+            yield f"  {name}"
+            name = ""
+        yield f"  {name.ljust(width)}{first}".rstrip()
+        yield from (f"  {'':{width}}{line}" for line in more)
 
 
 def pages(command: str) -> Iterator[tuple[str, str]]:

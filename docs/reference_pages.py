@@ -7,7 +7,7 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 
-from fl_lightning.cli.help import GROUPS, OF_LIGHTNING, help_of_all, run_help
+from fl_lightning.cli.help import GROUPS
 from fl_lightning.cli.names import contents
 
 PACKAGES = (
@@ -118,7 +118,8 @@ def write_pages(folder: Path) -> None:
 
 
 def _command_line() -> str:
-    texts = [help_of_all(), *map(run_help, OF_LIGHTNING), *contents()["pages"].values()]
+    pages = contents()["pages"].items()
+    texts = [text for name, text in pages if not name.startswith("--")]
     return "# The command line\n\n" + "\n".join(f"```text\n{text}\n```\n" for text in texts)
 
 

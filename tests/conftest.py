@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 FIRST = (
     *("test_readme_session", "test_engines", "test_spot_check", "test_personalisation"),
     *("test_manual_optimization", "test_notebooks", "test_configs", "test_privacy", "test_cli"),
-    *("test_kill", "test_processes", "test_strange_modules"),
+    *("test_processes", "test_strange_modules"),
 )
 
 
@@ -87,3 +87,12 @@ def global_generators_stay():
     yield
     np.testing.assert_array_equal(np.random.get_state()[1], before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path, monkeypatch):
+    """Each test types its commands in a folder of its own; the processes that they start find the toys."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+    tests = os.path.dirname(__file__)
+    monkeypatch.setenv("PYTHONPATH", f"{os.path.dirname(tests)}:{tests}")

@@ -403,9 +403,9 @@ class TestAStage:
         torch.testing.assert_close(weights(own), middle, rtol=1e-12, atol=1e-12)
 
     def test_it_goes_on_inside_a_round_and_is_logged(self, tmp_path):
-        block = {"clients_per_group": 1, "rounds": 3}
+        block = {"rounds": 3}
         whole = run(SaveEverywhere(tmp_path), stages=[part("SlowStart")(rounds=4)], **block)
-        for moment in ("1-group1", "1-end"):
+        for moment in ("1-trained", "1-end"):
             stages = [part("SlowStart")(rounds=4)]
             assert same(whole, run(stages=stages, **block, ckpt_path=tmp_path / f"{moment}.ckpt"))
         logged = torch.load(tmp_path / "2-end.ckpt", weights_only=False)["callbacks"]["Federation"]

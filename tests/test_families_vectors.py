@@ -17,7 +17,7 @@ from fl_lightning.client import Outcome
 from fl_lightning.data import RoundRobinCohort
 from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling, Privacy
 from fl_lightning.privacy.noise.grid import Grid
-from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.updates import Chain, Dense, ErrorFeedback
 from fl_lightning.updates.transform import with_memory
 
@@ -139,9 +139,7 @@ def mechanism_of(privacy, num_rounds=6):
         privacy.check_cohort(run.cohort)
     except ConfigurationError:  # it counts on chance
         run = replace(run, cohort=AllClients())
-    if isinstance(privacy, Privacy):
-        return privacy.mechanism(run, SeededNoise(0))
-    return privacy.mechanism(run)
+    return privacy.mechanism(run, NoiseSource(0))
 
 
 @of("privacy")
@@ -165,7 +163,7 @@ def test_the_noise_goes_on_from_a_checkpoint(cls):
     grid = Grid.of(1.0, 8)
 
     def release(mechanism, index):
-        noise = mechanism.server_noise(grid, 8, SeededNoise(1).stream(index))
+        noise = mechanism.server_noise(grid, 8, NoiseSource(1).stream(index))
         total = torch.arange(8) * (index + 1)
         return mechanism.released(total, torch.from_numpy(noise))
 

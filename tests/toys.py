@@ -185,9 +185,7 @@ def weights(module):
 
 
 class SaveEverywhere(Callback):
-    """Saves after every group, after validation and at the end of every round."""
-
-    sees_groups = True
+    """Saves after a round's training, after validation and at the end of every round."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -196,7 +194,7 @@ class SaveEverywhere(Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{moment}.ckpt")
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.save(trainer, f"group{batch_idx}")
+        self.save(trainer, "trained")
 
     def on_validation_end(self, trainer, module):
         self.save(trainer, "validation")
@@ -224,3 +222,14 @@ class NeedsFile(Callback):
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == self.round and not Path(self.path).exists():
             raise RuntimeError(f"{self.path} is missing")
+
+
+def toy_options(**trainer):
+    """Return the YAML options of a run of the toys over four clients, with further ones of the Trainer."""
+    source = {"source": {"class_path": "toys.ToyData"}, "num_clients": 4}
+    return {
+        "model": {"class_path": "toys.ToyModule"},
+        "data": {"class_path": "fl_lightning.FederatedDataModule", "init_args": source},
+        "federation": {"local_steps": 2, "engine": "sequential"},
+        "trainer": {"accelerator": "cpu", "enable_model_summary": False, **trainer},
+    }

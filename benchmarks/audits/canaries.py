@@ -23,7 +23,7 @@ from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.privacy.mechanism import AccountedRun, Privacy
-from fl_lightning.privacy.noise.noise_source import SeededNoise, coins
+from fl_lightning.privacy.noise.noise_source import NoiseSource, coins
 from fl_lightning.privacy.private_mean import PrivateMean
 
 
@@ -116,7 +116,7 @@ def canary_scores(
     scores = []
     for world in range(num_worlds):
         root = derive_seed(seed, "audit", world, int(has_canary))
-        source, score = SeededNoise(root), 0.0
+        source, score = NoiseSource(root), 0.0
         mechanism = privacy.mechanism(run, source)
         mean = PrivateMean(mechanism.expected)
         mean.clip_norm = privacy.clip_norm

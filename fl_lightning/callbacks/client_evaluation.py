@@ -157,23 +157,18 @@ class ClientEvaluation(Callback):
             return
         common = self.common_test_set and stage == "test"
         examples = common_test_examples(trainer, data) if common else held_out_examples(data, stage)
-        if why_not := _why_not(trainer, data, stage, examples):
+        models = personal_models(trainer)
+        if why_not := _why_not(data, stage, examples, has_models=models is not None):
             rank_zero_info(f"No per-client evaluation: {why_not}.", **detail())
             return
         words = f"per-client evaluation ({stage}): {self._origin.words(trainer)}"
         rank_zero_info(words, **detail())
-        self._write(trainer, stage, examples, self._evaluate(trainer, stage, examples))
-
-    def _evaluate(
-        self, trainer: Trainer, stage: StepOf, examples: ClientExamples
-    ) -> dict[int, dict[str, Tensor]]:
-        """Metrics of the global and personal models for the clients that this process evaluates."""
-        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         clients = chosen_clients(data, self.max_clients, examples)
         if data.evaluated_by is not None:  # remote clients evaluate by themselves
-            return data.evaluated_by(stage, clients.tolist())
-        models = personal_models(trainer)
-        return evaluated_clients(trainer, data, stage, clients, models, examples)
+            found = data.evaluated_by(stage, clients.tolist())
+        else:  # each process has its share of the clients
+            found = evaluated_clients(trainer, data, stage, clients, models, examples)
+        self._write(trainer, stage, examples, found)
 
     def _write(
         self,
@@ -183,8 +178,7 @@ class ClientEvaluation(Callback):
         found: dict[int, dict[str, Tensor]],
     ) -> None:
         """Print, log and save the metrics of the clients of all processes."""
-        shares = Ranks(trainer).gather(found)
-        values = dict(sorted(pair for share in shares for pair in share.items()))
+        values = dict(sorted(p for share in Ranks(trainer).gather(found) for p in share.items()))
         self.per_client = {
             client: {name: float(value) for name, value in metrics.items()}
             for client, metrics in values.items()
@@ -197,9 +191,8 @@ class ClientEvaluation(Callback):
         logs: dict[str, float] = {}
         for name in sorted({name for metrics in values.values() for name in metrics}):
             per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
-            is_lower_better = any(part in name.lower() for part in _LOWER_IS_BETTER)
             key = name if name.startswith(PERSONAL) else f"clients/{name}"
-            logs |= _told(name, key, per_client, higher_is_better=not is_lower_better)
+            logs |= _told(name, key, per_client)
             log_histogram(trainer, key, per_client, step=step)
         if self.every_n_rounds and is_fit:
             log_numbers(trainer, logs, step=step)
@@ -211,12 +204,12 @@ class ClientEvaluation(Callback):
 
 
 def _why_not(
-    trainer: Trainer, data: FederatedDataModule, stage: StepOf, examples: ClientExamples
+    data: FederatedDataModule, stage: StepOf, examples: ClientExamples, *, has_models: bool
 ) -> str | None:
     """Reason why clients cannot be evaluated, or None if they can."""
+    if examples.are_common and has_models:
+        return None
     if examples.are_common:
-        if personal_models(trainer) is not None:
-            return None
         return (
             "on the common test set all clients have the metrics of the global model, which test "
             "reports (there are no personal models)"
@@ -233,8 +226,9 @@ def _why_not(
     return None
 
 
-def _told(name: str, key: str, values: Tensor, *, higher_is_better: bool) -> dict[str, float]:
+def _told(name: str, key: str, values: Tensor) -> dict[str, float]:
     """Print the statistics of a metric over clients, and return them with the key as prefix."""
+    higher_is_better = not any(part in name.lower() for part in _LOWER_IS_BETTER)
     worst = float(worst_decile(values, higher_is_better=higher_is_better))
     mean, std = float(values.mean()), float(values.std(correction=0))
     logs = {f"{key}_mean": mean, f"{key}_std": std, f"{key}_worst_decile": worst}

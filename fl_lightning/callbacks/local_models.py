@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import (
-    ClientExamples,
     Ranks,
     Run,
     Stage,
@@ -36,65 +37,23 @@ TABLE = "local_models.csv"
 GLOBAL = "global"  # in the column of clients, for the global model
 
 
-class KeptLocalModels(Stage):
-    """Keeps the local models of a round in memory until the next round begins."""
-
-    traits = Stage.traits | Traits(
-        needs={Trait.SIMULATION: "evaluates the models of simulated clients"}
-    )
-
-    def __init__(self) -> None:
-        self.models: dict[int, tuple[Tensor, Tensor]] = {}
-        self._run: Run | None = None
-
-    def enter(self, run: Run) -> None:
-        """Note the run, whose module local models are loaded into."""
-        self._run = run
-
-    def open(self, round_index: int, model: object) -> None:
-        """Drop the local models of the previous round."""
-        self.models.clear()
-
-    def up(self, upload: Upload) -> Iterable[Upload]:
-        """Keep the clients' local models, before their updates are compressed."""
-        model = upload.start.model
-        for update in upload.made:
-            # clients may keep all buffers, or send a part
-            has_buffers = update.buffers.numel() == model.buffers.numel()
-            buffers = update.buffers if has_buffers else model.buffers
-            self.models[update.client_id] = (model.params - update.delta, buffers.clone())
-        return (upload,)
-
-    @contextmanager
-    def of(self, client: int) -> Iterator[None]:
-        """Loads a client's local model into the module inside this block."""
-        assert self._run is not None
-        local, personal = self._run.local, personal_models(self._run.trainer)
-        before = local.read()
-        with nullcontext() if personal is None else personal.of(client):
-            try:
-                params, buffers = self.models[client]
-                local.space.write(params)
-                local.buffers.write(buffers)
-                yield
-            finally:
-                local.space.write(before.params)
-                local.buffers.write(before.buffers)
-
-
-class LocalModels:
-    """Evaluates local models and the new global model, and writes their metrics to a table.
+class LocalModels(Stage):
+    """Keeps the local models of a round in memory, and evaluates them and the new global model.
 
     Args:
         every_n_rounds: number of rounds between two evaluations, ≥ 1.
     """
 
+    traits = Stage.traits | Traits(
+        needs={Trait.SIMULATION: "evaluates the models of simulated clients"}
+    )
+
     def __init__(self, every_n_rounds: int) -> None:
         self._every = every_n_rounds
-        self._kept = KeptLocalModels()
+        self._models: dict[int, tuple[Tensor, Tensor]] = {}
 
     def join(self, trainer: Trainer) -> None:
-        """Add the stage that keeps local models to the federation of a fit.
+        """Become a stage of the rounds of a fit.
 
         Raises:
             ConfigurationError: if there is no federation, or the data have no clients.
@@ -106,8 +65,7 @@ class LocalModels:
                 "ClientEvaluation(local_models=True) evaluates models that clients of a federation have "
                 "trained: add a Federation, or leave local_models out"
             )
-        self._kept = KeptLocalModels()
-        federation.add(self._kept)
+        federation.add(self)
 
     def begin(self, trainer: Trainer) -> None:
         """Set up the test set, and choose the path of the table."""
@@ -116,28 +74,58 @@ class LocalModels:
         keeps = trainer.logger is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._path = folder / TABLE if keeps else None
 
+    @override
+    def enter(self, run: Run) -> None:
+        self._run = run  # with the module that local models are loaded into
+
+    @override
+    def open(self, round_index: int, model: object) -> None:
+        self._models.clear()
+
+    @override
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        # before updates are compressed
+        model = upload.start.model
+        for update in upload.made:
+            # clients may keep all buffers, or send a part
+            has_buffers = update.buffers.numel() == model.buffers.numel()
+            buffers = update.buffers if has_buffers else model.buffers
+            self._models[update.client_id] = (model.params - update.delta, buffers.clone())
+        return (upload,)
+
+    @contextmanager
+    def _loaded(self, client: int) -> Iterator[None]:
+        """Loads a client's local model into the module inside this block."""
+        local, personal = self._run.local, personal_models(self._run.trainer)
+        before = local.read()
+        with nullcontext() if personal is None else personal.of(client):
+            try:
+                params, buffers = self._models[client]
+                local.space.write(params)
+                local.buffers.write(buffers)
+                yield
+            finally:
+                local.space.write(before.params)
+                local.buffers.write(before.buffers)
+
     def report(self, trainer: Trainer) -> None:
         """Evaluate the models of the round that has ended, in every n-th round."""
         number = trainer.current_epoch + 1
         if number % self._every:
             return
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        examples = common_test_examples(trainer, data)
         # the common test set serves every client, also one without training examples
-        found = self._evaluated(trainer, examples, sorted(self._kept.models), local=True)
+        evaluated = partial(
+            evaluate_clients,
+            *(trainer, data, "test"),
+            examples=common_test_examples(trainer, data),
+            is_shared=False,
+        )
+        found = evaluated(np.array(sorted(self._models), np.int64), self._loaded)
         clients = dict(sorted(p for share in Ranks(trainer).gather(found) for p in share.items()))
-        if not trainer.is_global_zero:
-            return
-        whole = self._evaluated(trainer, examples, [-1], local=False).get(-1, {})
-        self._tell(trainer, number, clients, whole)
-
-    def _evaluated(
-        self, trainer: Trainer, examples: ClientExamples, clients: list[int], *, local: bool
-    ) -> dict[int, dict[str, Tensor]]:
-        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        having = self._kept.of if local else None
-        ids = np.array(clients, np.int64)
-        return evaluate_clients(trainer, data, "test", ids, having, examples, is_shared=False)
+        if trainer.is_global_zero:
+            whole = evaluated(np.array([-1])).get(-1, {})
+            self._tell(trainer, number, clients, whole)
 
     def _tell(
         self,

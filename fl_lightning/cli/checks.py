@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -92,35 +93,29 @@ def check_values(configuration: Any) -> None:
     )
 
 
-def _check_number(what: str, value: Any, allowed: str, advice: str = "") -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        check_range(what, value, allowed, advice)
-
-
 def _check_time(value: Any) -> None:
-    try:
-        is_time = value is None or isinstance(value, timedelta)
-        is_time = is_time or (
-            isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value) is not None
-        )
-        is_time = is_time or (isinstance(value, Mapping) and timedelta(**value) > timedelta(0))
-    except TypeError:
-        is_time = False
-    if not is_time:
-        raise ConfigurationError(
-            "trainer.max_time must be a time such as 00:12:00:00 (days, hours, minutes, seconds), or a "
-            f"mapping such as hours: 2, got {value}"
-        )
+    is_text = isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value)
+    with suppress(TypeError):  # of a mapping with other names, and of everything else
+        if value is None or is_text or isinstance(value, timedelta) or timedelta(**value).days >= 0:
+            return
+    raise ConfigurationError(
+        "trainer.max_time must be a time such as 00:12:00:00 (days, hours, minutes, seconds), or a "
+        f"mapping such as hours: 2, got {value}"
+    )
 
 
 def _check_folder(value: Any) -> None:
     folder = Path(value or ".")
     nearest = next((path for path in (folder, *folder.parents) if path.exists()), Path())
-    is_fine = nearest.is_dir() and not nearest.is_relative_to("/proc")
-    if not (is_fine and os.access(nearest, os.W_OK)):
+    if not nearest.is_dir() or nearest.is_relative_to("/proc") or not os.access(nearest, os.W_OK):
         raise ConfigurationError(
             f"trainer.default_root_dir must be a folder that can be written to, got {value}"
         )
+
+
+def _check_number(what: str, value: Any, allowed: str, advice: str = "") -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        check_range(what, value, allowed, advice)
 
 
 def _checks_of_class(path: str, spec: Any) -> Iterator[Callable[[], None]]:

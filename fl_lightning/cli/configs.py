@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.reports.layout import close_to
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # folder of configurations: command and option that run a file in it
@@ -141,7 +141,6 @@ def _named(name: str) -> Path | None:
 
 
 def _close_to(name: str) -> str:
-    plain = name.removeprefix("configs/").removesuffix(".yaml")
-    close = difflib.get_close_matches(plain, names(), n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}fl-lightning configs lists those of the package."
+    hint = close_to(name.removeprefix("configs/").removesuffix(".yaml"), names(), most=0)
+    hint = hint if hint.startswith("Did") else ""
+    return f"{hint} fl-lightning configs lists those of the package.".lstrip()

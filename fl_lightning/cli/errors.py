@@ -12,9 +12,9 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from fl_lightning.cli.checks import imported, is_spec, specs
-from fl_lightning.cli.parser_messages import BARE, close_to, sentence, shortened
+from fl_lightning.cli.parser_messages import BARE, sentence, shortened
 from fl_lightning.core.errors import (
     CheckpointFailure,
     ClientFailure,
@@ -35,15 +35,15 @@ from fl_lightning.core.errors import (
 )
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.federation import ProcessTraceback
-from fl_lightning.reports.layout import in_lines
+from fl_lightning.reports.layout import close_to, in_lines
 
 _TOLD_IN_A_SENTENCE = (
     *(CheckpointFailure, ClientFailure, ConfigurationError, MisconfigurationException),
     *(RoundFailure, ProcessFailure),
 )
 # errors by which constructors refuse an option; any other error is a bug and keeps its traceback
-_OF_CONSTRUCTORS = (ValueError, TypeError, ImportError, MisconfigurationException, AssertionError)
 _OF_OURS = (ValueError, ImportError, MisconfigurationException)
+_OF_CONSTRUCTORS = (*_OF_OURS, TypeError, AssertionError)
 # errors of a full disk, a read-only folder, or a path that is no folder
 _STORAGE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
@@ -73,9 +73,7 @@ class Refusal(BaseException):
             if not isinstance(self.error, _OF_OURS if is_ours else _OF_CONSTRUCTORS):
                 return self.error
             text = str(self.error)
-            if _REFUSED_BY_OPTIMIZER.match(text):
-                text = f"the optimizer refuses one of its options: {text}"
-            elif not isinstance(self.error, ImportError):
+            if not isinstance(self.error, ImportError):
                 text = f"{self.kind.__name__} refuses its options: {text}"
         place = next((path for path, spec in specs(configuration) if self._is_of(spec)), "")
         return ConfigurationError(shortened(self._placed(text, place) if place else text))
@@ -96,31 +94,28 @@ class Refusal(BaseException):
 
     def _placed(self, text: str, place: str) -> str:
         inside = place if self.kind.__name__ in BARE else f"{place}.init_args"
-        for prefix in (f"{self.kind.__name__}: ", f"{place}: ", f"{place.rpartition('.')[2]}: "):
-            text = text.removeprefix(prefix)
-        found = _with_path(text, inside, self.options)
-        return found if found.startswith(f"{inside}.") else f"{place}: {text}"
+        for prefix in (self.kind.__name__, place, place.rpartition(".")[2]):
+            text = text.removeprefix(f"{prefix}: ")
+        return _with_path(text, inside, self.options) or f"{place}: {text}"
 
 
 def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
-    """Replace the first option that a sentence names by the option's whole path, if it names one."""
+    """Write the path of the first option that a sentence names ahead of it; empty if it names none."""
     if text.startswith(f"{inside}."):
         return text
     option = next((word for word in re.findall(r"\w+", text) if word in options), None)
     if option is None:
-        return text
-    text = text.removeprefix(f"{inside}.{option}: ").removeprefix(f"{option}: ")
+        return ""
+    text = text.removeprefix(f"{option}: ")
     joint = "." if text.startswith(f"{option} ") else f".{option}: "
     return f"{inside}{joint}{text}"
 
 
 # words ahead of Lightning's own message, where that lacks the option's name or the allowed values
-_DEVICES = "devices must be auto, -1 for all, at least 1, or a list of different ones: "
-_ADDED = {
-    "No supported gpu": "accelerator must be cpu or auto on this machine: ",
-    "Found more than one stateful callback": "callbacks must hold one of a kind at most: ",
-    **dict.fromkeys(("`Trainer(devices=", "`devices` selected"), _DEVICES),
-}
+_ADDED = (
+    ("No supported gpu", "accelerator must be cpu or auto on this machine: "),
+    ("Found more than one stateful callback", "callbacks must hold one of a kind at most: "),
+)
 
 
 def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> Trainer:
@@ -131,30 +126,24 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
         options: the Trainer's options.
 
     Raises:
-        ConfigurationError: naming the option that Lightning refuses, and the option's value.
+        ConfigurationError: naming the option that Lightning refuses.
     """
     try:
         return build()
+    except ConfigurationError:
+        raise
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        start = next((words for words in _ADDED if str(error).startswith(words)), "")
-        text = _with_path(f"{_ADDED.get(start, '')}{error}", "trainer", options)
-        option = re.match(r"trainer\.(\w+)", text)
-        is_plain = (
-            option is not None and option[1] != "callbacks"
-        )  # which would be shown as objects
-        value = str(options[option[1]]) if option and is_plain else ""
-        text = shortened(text).rstrip(".")
-        raise ConfigurationError(text if value in text else f"{text}, got {value}") from error
-
-
-def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
-    """Build an object for the parser; an error of its constructor is not taken for a failed type of a union."""
-    return _built(kind, kind, args, options)
+        start = next((words for said, words in _ADDED if str(error).startswith(said)), "")
+        said = f"{start}{error}"
+        text = _with_path(said, "trainer", options) or f"trainer: {said}"
+        named = re.match(r"trainer\.(\w+)", text)
+        value = str(options[named[1]]) if named and named[1] != "callbacks" else ""
+        given = "" if value in text else f", got {value}"
+        raise ConfigurationError(f"{shortened(text).rstrip('.')}{given}") from error
 
 
 def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    """Build an object for the parser; an error of its constructor is not taken for a failed type of a union."""
     try:
         # inside unions of protocols the parser accepts some values of the wrong kind
         if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
@@ -163,7 +152,7 @@ def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
             check_kinds(kind.__init__, options)
         return build(*args, **options)
     except Exception as error:
-        if isinstance(error, TypeError) and not _takes(kind, args, options):
+        if isinstance(error, TypeError) and _unknown_option(kind, options) is not None:
             raise  # the options are those of another type of a union
         refusal, configuration = Refusal(kind, options, error), _CONFIGURATION.get()
         if _IS_BUILDING.get():
@@ -173,37 +162,34 @@ def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
         raise told from error  # of a factory that a module or the federation has called
 
 
-def _takes(kind: Any, args: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether a constructor has parameters of these names."""
+def _unknown_option(kind: Any, options: Mapping[str, Any]) -> str | None:
+    """Return the first option that a constructor has no parameter for; None if it takes all."""
     try:
-        inspect.signature(kind).bind(*args, **options)
+        parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):
-        return False
-    return True
+        return next(iter(options), None)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return None if takes_any else next((name for name in options if name not in parameters), None)
 
 
 def _build_anew(spec: Any) -> None:
     """Build the object that a mapping describes, to raise the error that the parser has swallowed."""
     given = dict_to_namespace(dict(spec))
-    kind, options = imported(given.class_path), vars(given.get("init_args") or given)
-    if kind is not None:
-        options = {name: value for name, value in options.items() if name != "class_path"}
-        try:
-            _built(kind, kind, (), options)
-        except (
-            TypeError
-        ):  # which `_built` leaves to the parser, and the parser has accepted the mapping
-            names = list(inspect.signature(kind).parameters)
-            unknown = [name for name in options if name not in names]
-            if not unknown:
-                raise
-            said = (
-                f"{unknown[0]!r} is not accepted by {kind.__name__}. {close_to(unknown[0], names)}"
-            )
-            raise Refusal(kind, options, ConfigurationError(f"{unknown[0]}: {said}")) from None
+    kind, options = imported(given.class_path), {**vars(given.get("init_args") or given)}
+    options.pop("class_path", None)
+    if kind is None:
+        return
+    if (unknown := _unknown_option(kind, options)) is not None:
+        hint = close_to(unknown, [*inspect.signature(kind).parameters])
+        said = f"{unknown}: {unknown!r} is not accepted by {kind.__name__}. {hint}"
+        raise Refusal(kind, options, ConfigurationError(said))
+    _built(kind, kind, (), options)
 
 
-add_instantiator(_build, object)  # type: ignore[arg-type]
+add_instantiator(
+    lambda kind, /, *args, **options: _built(kind, kind, args, options),
+    object,  # type: ignore[arg-type]
+)
 
 
 class Parser(LightningArgumentParser):
@@ -214,8 +200,10 @@ class Parser(LightningArgumentParser):
         """Print the error as one sentence and exit with code 2."""
         if not self.exit_on_error:  # a parser inside the parser, trying one of several types
             super().error(message, ex)
-        told = f"fl-lightning: {sentence(message, self._options())}"
-        print(in_lines(told, sys.stderr), file=sys.stderr)
+        inner = self._subcommands_action.choices.values() if self._subcommands_action else ()
+        options = {name for parser in (self, *inner) for name in parser._option_string_actions}
+        told = sentence(message, sorted(name.lstrip("-") for name in options))
+        print(in_lines(f"fl-lightning: {told}", sys.stderr), file=sys.stderr)
         sys.exit(2)
 
     @override
@@ -227,16 +215,12 @@ class Parser(LightningArgumentParser):
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
         """Register a function that builds models or data modules; their errors are reported like those of other classes."""
-        takes_links = "applied_instantiation_links" in inspect.signature(instantiator).parameters
 
-        def build(
-            kind: Any, /, *own: Any, applied_instantiation_links: Any = None, **of: Any
-        ) -> Any:
-            links = {"applied_instantiation_links": applied_instantiation_links}
-            builds = (
-                partial(instantiator, kind, **links) if takes_links else partial(instantiator, kind)
-            )
-            return _built(builds, kind, own, of)
+        @wraps(instantiator)  # the parser reads its parameters
+        def build(kind: Any, /, *own: Any, **options: Any) -> Any:
+            name = "applied_instantiation_links"  # of the function, not of the class
+            links = {name: options.pop(name)} if name in options else {}
+            return _built(partial(instantiator, kind, **links), kind, own, options)
 
         super().add_instantiator(build, *args, **kwargs)
 
@@ -255,18 +239,10 @@ class Parser(LightningArgumentParser):
         try:
             return super().instantiate(namespace, *args, **kwargs)
         except Refusal as refused:
-            refusal = refused
+            cause, error = refused.error, refused.as_error(configuration)
         finally:
             _IS_BUILDING.reset(token)
-        error = refusal.as_error(configuration)
-        if error is refusal.error:  # a bug
-            raise error
-        raise error from refusal.error
-
-    def _options(self) -> Sequence[str]:
-        inner = self._subcommands_action.choices.values() if self._subcommands_action else ()
-        found = (name for parser in (self, *inner) for name in parser._option_string_actions)
-        return sorted({name.lstrip("-") for name in found})
+        raise error from (None if error is cause else cause)
 
 
 def explain(error: BaseException) -> str | None:
@@ -281,34 +257,26 @@ def explain(error: BaseException) -> str | None:
     for cause in causes(error):  # the parser wraps what a class raises while it is built
         if isinstance(cause, _TOLD_IN_A_SENTENCE):
             return str(cause)
+    if isinstance(error, FileNotFoundError) and "heckpoint" in str(error):
+        return f"ckpt_path: {error} Give the path of a .ckpt file, or last."
     if isinstance(error, OSError) and error.errno in _STORAGE:
         return f"{error.filename or 'a file of the run'} could not be written: {error.strerror}"
-    return _of_checkpoint(error) or _by_text(error)
-
-
-def _of_checkpoint(error: BaseException) -> str | None:
-    """Return a sentence for a checkpoint that is missing, damaged, or of another model; else None."""
-    text = str(error)
-    if isinstance(error, FileNotFoundError) and "heckpoint" in text:
-        return f"ckpt_path: {text} Give the path of a .ckpt file, or last."
     if isinstance(error, UnpicklingError):
         return "ckpt_path: the file is no checkpoint of Lightning, or a damaged one"
+    return _by_text(" ".join(str(error).split()))
+
+
+def _by_text(text: str) -> str | None:
+    """Return a sentence for errors of PyTorch and Lightning that are recognised by their text; else None."""
     if text.startswith("Error(s) in loading state_dict"):
-        details = shortened(" ".join(text.splitlines()[1:]), most=200)
         return (
             "the checkpoint belongs to another model: resume with the model that wrote it, or start "
-            f"without ckpt_path. {details}"
+            f"without ckpt_path. {shortened(text.partition(': ')[2], most=200)}"
         )
-    return None
-
-
-def _by_text(error: BaseException) -> str | None:
-    """Return a sentence for errors of PyTorch and Lightning that are recognised by their text; else None."""
-    text = str(error)
-    if isinstance(error, ValueError) and _REFUSED_BY_OPTIMIZER.match(text):
+    if _REFUSED_BY_OPTIMIZER.match(text):
         return f"the optimizer refuses one of its options: {text}"
-    if isinstance(error, ValueError) and "`val_check_interval`" in text:
-        return f"trainer.val_check_interval: {' '.join(text.split())}"
+    if "`val_check_interval`" in text:
+        return f"trainer.val_check_interval: {text}"
     return text if text.startswith("Early stopping conditioned on metric") else None
 
 

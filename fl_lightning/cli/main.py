@@ -7,7 +7,6 @@ import paths; then `fl_lightning.cli.commands` runs the command.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ from fl_lightning.cli.names import check_classes, contents, whole
 from fl_lightning.cli.yaml_files import check_word, files_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import read
-from fl_lightning.reports.layout import in_lines
+from fl_lightning.reports.layout import close_to, in_lines
 
 _OF_EXPERIMENTS = ("variants", "base")
 _OF_RUNS = ("model", "data", "trainer")
@@ -72,11 +71,9 @@ def _answer(words: Sequence[str]) -> str | None:
 
 
 def _refuse_command(word: str) -> NoReturn:
-    close = difflib.get_close_matches(word, COMMANDS, n=1)
     if word.startswith("-"):
         raise ConfigurationError(f"a command is missing: one of {', '.join(COMMANDS)}")
-    hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(COMMANDS)}."
-    raise ConfigurationError(f"{word!r} is no command. {hint}")
+    raise ConfigurationError(f"{word!r} is no command. {close_to(word, COMMANDS)}")
 
 
 def _say(text: str) -> None:
@@ -129,12 +126,9 @@ def _check_options(words: Sequence[str]) -> None:
     known = contents()["federation"]["options"]
     for match in filter(None, map(_OPTION.fullmatch, words)):
         if match["name"] not in known:
-            close = difflib.get_close_matches(match["name"], known, n=1)
-            hint = (
-                f"Did you mean {close[0]!r}?" if close else "--federation.help lists the options."
-            )
+            name = match["name"]
             raise ConfigurationError(
-                f"federation.{match['name']}: {match['name']!r} is not accepted by Federation. {hint}"
+                f"federation.{name}: {name!r} is not accepted by Federation. {close_to(name, known)}"
             )
 
 

@@ -111,15 +111,11 @@ class ClientMemory:
         """Return the vectors that were put since the last `commit`."""
         return {key: entry.read() for key, entry in self._new.items()}
 
-    @property
-    def waiting_keys(self) -> frozenset[Key]:
-        """Keys of the vectors that were put since the last `commit`."""
-        return frozenset(self._new)
-
-    def discard(self, keep: frozenset[Key] = frozenset()) -> None:
-        """Discard the vectors that were put since the last `commit`, except those of ``keep``."""
-        for key in self._new.keys() - keep:
-            self._forget(self._new.pop(key))
+    def discard(self) -> None:
+        """Discard the vectors that were put since the last `commit`."""
+        for vector in self._new.values():
+            self._forget(vector)
+        self._new.clear()
         self._delete_unused()
 
     def commit(self, client: int | None = None) -> None:

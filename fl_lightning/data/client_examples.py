@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -228,41 +227,50 @@ def _check_share(poison: object, share: float) -> None:
     check_range(f"{type(poison).__name__}: share", share, "in [0, 1]", advice)
 
 
-def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
-    """Owner (client) of each example, shape (N,); -1 for no client.
+_NOBODY, _SEVERAL = -1, -2  # owners of an example
+
+
+def owners_of(
+    shards: Sequence[FlatShards], num_examples: int, *, may_be_several: bool = False
+) -> Tensor:
+    """Owner (client) of each example, shape (N,); -1 for no client, -2 for several.
 
     Args:
         shards: shards of training, validation and test.
         num_examples: N.
+        may_be_several: whether an example may belong to several clients.
 
     Raises:
-        ConfigurationError: if an example belongs to two clients.
+        ConfigurationError: if an example belongs to two clients, and must not.
 
     Example:
-        >>> owners_of([FlatShards(np.array([2, 0]), np.array([1, 1]))], 4)
-        tensor([ 1, -1,  0, -1])
+        >>> shards = FlatShards(np.array([2, 0, 0]), np.array([1, 1, 1]))
+        >>> owners_of([shards], 4, may_be_several=True)
+        tensor([-2, -1,  0, -1])
     """
-    owners = np.full(num_examples, -1, dtype=np.int64)
+    owners = np.full(num_examples, _NOBODY, dtype=np.int64)
     for flat in shards:
         clients = np.repeat(np.arange(len(flat)), flat.num_examples)
         before = owners[flat.indices]
         owners[flat.indices] = clients
-        shared = ((before >= 0) & (before != clients)) | (owners[flat.indices] != clients)
-        if shared.any():
-            raise ConfigurationError(
-                f"data.example_transforms: example {flat.indices[shared][0]} belongs to two clients, "
-                "which would change it differently: use a partition whose shards do not overlap"
-            )
+        is_shared = (before != _NOBODY) & (before != clients)
+        is_shared |= owners[flat.indices] != clients
+        owners[flat.indices[is_shared]] = _SEVERAL
+    if len(shared := np.flatnonzero(owners == _SEVERAL)) and not may_be_several:
+        raise ConfigurationError(
+            f"data.example_transforms: example {shared[0]} belongs to two clients, "
+            "which would change it differently: use a partition whose shards do not overlap"
+        )
     return torch.from_numpy(owners)
 
 
 def poisoned_examples(
-    shards: FlatShards, clients: Sequence[int], share: float, num_examples: int, seed: int
+    shards: Sequence[FlatShards], clients: Sequence[int], share: float, num_examples: int, seed: int
 ) -> Tensor:
     """Attacker that changes each example, shape (num_examples,); -1 for none.
 
     Args:
-        shards: examples of each client.
+        shards: shards of examples that clients train on.
         clients: the attackers.
         share: share of each attacker's examples, rounded.
         num_examples: number of examples of all clients together.
@@ -272,19 +280,17 @@ def poisoned_examples(
         ConfigurationError: if an attacker shares an example with another client, which would train on
             the changed example.
     """
-    is_changed = np.isin(np.arange(len(shards)), list(clients)).repeat(shards.num_examples)
-    shared = np.intersect1d(shards.indices[is_changed], shards.indices[~is_changed])
-    if len(shared):
-        raise ConfigurationError(
-            f"attackers: example {shared[0]} is in shards of attackers and of other clients, which would "
-            "train on the changed example: use a partition whose shards do not overlap"
-        )
-    attackers = torch.full((num_examples,), -1)
+    owners = owners_of(shards, num_examples, may_be_several=True)
+    attackers = torch.full((num_examples,), _NOBODY)
     for client in clients:
-        shard = shards[client].numpy()
-        generator = numpy_generator(seed, "poisoned", client)
-        count = int(np.rint(share * len(shard)))
-        attackers[torch.from_numpy(generator.permutation(shard)[:count]).long()] = client
+        shard = torch.cat([flat[client] for flat in shards])
+        if (shared := shard[owners[shard] == _SEVERAL]).numel():
+            raise ConfigurationError(
+                f"attackers: example {int(shared[0])} of an attacker is in shards of other clients, which "
+                "would train on the changed example: use a partition whose shards do not overlap"
+            )
+        order = numpy_generator(seed, "poisoned", client).permutation(shard.numpy())
+        attackers[order[: int(np.rint(share * len(order)))]] = client
     return attackers
 
 
@@ -293,7 +299,7 @@ Change = Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 def changed_reader(
-    read: Callable[[Tensor], Any], owners: Tensor, change: Change, option: str, instead: str
+    read: Callable[[Tensor], Any], owners: Tensor, change: Change, option: str
 ) -> Callable[[Tensor], Any]:
     """Return a function from indices, shape (B,), to a batch in which clients' examples are changed.
 
@@ -302,7 +308,6 @@ def changed_reader(
         owners: client that changes each example, shape (N,); -1 for none.
         change: the change.
         option: name of the option, for errors.
-        instead: remedy for batches of other kinds, for errors.
     """
 
     def read_changed(indices: Tensor) -> Any:
@@ -313,7 +318,7 @@ def changed_reader(
         if not is_pair(batch):
             raise ConfigurationError(
                 f"{option} changes batches of inputs and labels, got {type(batch).__name__}: let the data "
-                f"set return pairs of tensors, or {instead}"
+                f"set return pairs of tensors, or leave {option} out"
             )
         inputs, labels = (part.clone() for part in batch)
         for client in present:
@@ -344,25 +349,16 @@ def transforms_of(transforms: Sequence[ExampleTransform], seed: int) -> Change:
     return change
 
 
-def check_poison(batch: Any, labels: npt.NDArray[Any], poison: Poison) -> None:
-    """Check that poisoned labels are classes of the data set.
-
-    Args:
-        batch: batch of the first attacker's examples, before the change.
-        labels: classes of all training examples.
-        poison: the change.
-
-    Raises:
-        ConfigurationError: if a changed label is negative or above the largest label.
-    """
-    if not is_pair(batch) or not len(labels):
+def check_poison(batch: Any, num_classes: int, poison: Poison) -> None:
+    """Raise ConfigurationError if a poisoned label of a batch is not in [0, num_classes)."""
+    if not is_pair(batch):
         return
     changed = poison.change(batch[0].clone(), batch[1].clone())[1]
-    largest = int(labels.max())
-    if not 0 <= int(changed.min()) <= int(changed.max()) <= largest:
-        wrong = next(int(label) for label in changed if not 0 <= int(label) <= largest)
+    wrong = changed[(changed < 0) | (changed >= num_classes)]
+    if len(wrong):
         raise ConfigurationError(
-            f"attackers.poison: target must be a class of the examples, from 0 to {largest}, got {wrong}"
+            f"attackers.poison: target must be a class of the examples, from 0 to {num_classes - 1}, got "
+            f"{int(wrong[0])}"
         )
 
 

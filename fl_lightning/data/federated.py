@@ -12,7 +12,6 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -21,12 +20,13 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
-    default_collate,
 )
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.client_examples import (
+    Change,
     ExampleTransform,
     Poison,
     changed_reader,
@@ -45,30 +45,13 @@ from fl_lightning.data.inputs import (
     with_transforms,
 )
 from fl_lightning.data.partitions.partition import IID, Partition
-from fl_lightning.data.roles import Roles, SearchHalf, check_fractions, divide
-from fl_lightning.data.shards import FlatShards, gathers, reads_by_index
+from fl_lightning.data.roles import Roles, check_fractions, divide, partners
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
-from fl_lightning.data.training_set import (
-    Drawn,
-    check_loader,
-    drawn_examples,
-    example_reader,
-    loader_option,
-)
+from fl_lightning.data.training_set import Read, TrainingSet, check_loader
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
 _CENTRAL = "all examples of a central run"  # instead of a partition's fingerprint in checkpoints
-
-# Methods that Lightning calls on a data module only if they are overridden; the source's are used.
-_HANDED_THROUGH = (
-    "val_dataloader",
-    "test_dataloader",
-    "predict_dataloader",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "on_exception",
-)
 
 
 class FederatedDataModule(ForwardingDataModule):
@@ -91,7 +74,7 @@ class FederatedDataModule(ForwardingDataModule):
             disjoint from the other two parts.
         search_fraction: for a search over architectures: share of each client's training examples, in
             (0, 0.5], that trains the choices of the architecture instead of the weights; 0 for none.
-            Batches then contain examples of both, see `SearchHalf`, in a central run as well.
+            Batches then are ``{train: …, search: …}``, in a central run as well.
         transforms: transforms of the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
         example_transforms: transforms of every client's examples, inputs and labels, before
@@ -158,26 +141,16 @@ class FederatedDataModule(ForwardingDataModule):
         self.seed = run_seed(seed)
         self._batch_size = batch_size
         self._rounds: Any = None
-        self._poison: tuple[Tensor, Poison] | None = None  # attacker of each example, or -1
+        self._poison: tuple[Tensor, Change] | None = None  # attacker of each example, or -1
         self._trained_partition: str | None = None  # fingerprint in an evaluated checkpoint
         self._is_central = False  # whether training reads all examples, including held-out ones
         self._is_set_up = False
-        for name in _HANDED_THROUGH:
-            if is_overridden(name, source, LightningDataModule):
-                setattr(self, name, self._handed_through(name))
 
-    def _handed_through(self, name: str) -> Any:
-        """Return a method of the source; the loaders that it returns apply the transforms."""
-        method = getattr(self.source, name)
-        if not self.transforms or not name.endswith("_dataloader"):
-            return method
-        return lambda: self._transformed(method())
-
-    def _transformed(self, loaders: Any) -> Any:
-        """Return loaders whose batches are transformed."""
-        return (
-            with_transforms(loaders, lambda: self.fitted_transforms) if self.transforms else loaders
-        )
+    @override
+    def changed(self, loaders: Any) -> Any:
+        if not self.transforms:
+            return loaders
+        return with_transforms(loaders, lambda: self.fitted_transforms)
 
     @cached_property
     def fitted_transforms(self) -> list[Transform]:
@@ -196,7 +169,7 @@ class FederatedDataModule(ForwardingDataModule):
         if self.search_fraction or self.example_transforms:
             return self._pooled_loader()
         self._is_central = True
-        return self._transformed(self.source.train_dataloader())
+        return self.changed(self.source.train_dataloader())
 
     def _pooled_loader(self) -> DataLoader[Any]:
         """Return a loader over all clients' training examples, for a central run."""
@@ -217,53 +190,41 @@ class FederatedDataModule(ForwardingDataModule):
         )
 
     def train_in_rounds(self, rounds: Any) -> None:
-        """Set the groups of clients that `train_dataloader` returns; None for central training."""
+        """Set what `train_dataloader` returns, the clients of rounds; None for central training."""
         self._rounds = rounds
         self._trained_partition = None
         self._is_central = self._is_central and rounds is None
 
     @property
     def trains_in_rounds(self) -> bool:
-        """True if `train_dataloader` returns groups of clients."""
+        """True if `train_dataloader` returns clients of rounds."""
         return self._rounds is not None
 
     @cached_property
-    def _loader(self) -> DataLoader[Any]:
-        """The source's training loader."""
+    def _training(self) -> TrainingSet:
+        """The data set of the source's training loader."""
         if not self._is_set_up:  # only once, because a source may split at random
             self.setup("fit")
-        loader: DataLoader[Any] = self.source.train_dataloader()
-        check_loader(loader, f"{type(self.source).__name__}.train_dataloader()")
-        return loader
-
-    @cached_property
-    def _drawn(self) -> Drawn:
-        """The examples that the loader's sampler draws, and their weights."""
-        if self.ignore_sampler:
-            return Drawn()
-        return drawn_examples(self._loader, type(self.source).__name__)
+        loader, name = self.source.train_dataloader(), type(self.source).__name__
+        check_loader(loader, f"{name}.train_dataloader()")
+        return TrainingSet(loader, name, ignore_sampler=self.ignore_sampler)
 
     @property
     def train_dataset(self) -> Dataset[Any]:
         """The source's training data set, whose examples are divided among the clients."""
-        return self._loader.dataset
+        return self._training.dataset
 
     @property
     def train_indices(self) -> Tensor:
         """Examples that a central run trains on, shape (M,)."""
         if self.search_fraction or self.example_transforms:
             return torch.from_numpy(self.clients.indices).long()
-        drawn = self._drawn.indices
-        return torch.arange(self._num_stored) if drawn is None else drawn
-
-    @property
-    def _num_stored(self) -> int:
-        return len(self.train_dataset)  # type: ignore[arg-type]
+        return self._training.indices
 
     @property
     def batch_size(self) -> int:
         """Examples per local batch."""
-        size = self._batch_size or loader_option(self._loader, "batch_size")
+        size = self._batch_size or self._training.option("batch_size")
         if size is None:
             raise ConfigurationError(
                 "the source's loader has no batch_size: give FederatedDataModule a batch_size"
@@ -281,16 +242,16 @@ class FederatedDataModule(ForwardingDataModule):
 
         A client with less than one batch keeps it, because otherwise it would not train at all.
         """
-        return bool(loader_option(self._loader, "drop_last"))
+        return bool(self._training.option("drop_last"))
 
     @property
     def draws_by_weight(self) -> bool:
         """True if clients draw with replacement, by the weights of the source's sampler."""
-        return self._drawn.weights is not None
+        return self._training.drawn.weights is not None
 
     def weights_of(self, examples: Tensor) -> Tensor | None:
         """Sampling weights of examples, shape (n,), or None if each is drawn once per pass."""
-        weights = self._drawn.weights
+        weights = self._training.drawn.weights
         return None if weights is None else weights.index_select(0, examples)
 
     @cached_property
@@ -307,7 +268,7 @@ class FederatedDataModule(ForwardingDataModule):
     def _roles(self) -> Roles:
         if self.label_column is not None:
             _ = self.labels  # refused if wrong, also by a partition without labels
-        drawn = self._drawn.indices
+        drawn = self._training.drawn.indices
         holds_out = self.client_val_fraction or self.client_test_fraction
         if drawn is not None and holds_out and len(drawn.unique()) < len(drawn):
             raise ConfigurationError(
@@ -393,34 +354,27 @@ class FederatedDataModule(ForwardingDataModule):
         return PartitionSummary.of(self.clients, labels, max_clients=MAX_CLIENTS_COUNTED)
 
     @cached_property
-    def train_batch(self) -> Callable[[Tensor], Any]:
+    def train_batch(self) -> Read:
         """Function from indices, shape (B,), to a training batch."""
         read = self._reader(self._read(augmented=True))
         if self._poison is not None:
-            attackers, poison = self._poison
-            read = changed_reader(
-                read,
-                attackers,
-                lambda inputs, labels, *_: poison.change(inputs, labels),
-                "attackers.poison",
-                "use attackers.forge",
-            )
-        return (
-            SearchHalf(self._roles.train, self._roles.search).paired(read)
-            if self.search_fraction
-            else read
-        )
+            read = changed_reader(read, *self._poison, "attackers.poison")
+        if not self.search_fraction:
+            return read
+        partner = partners(self._roles.train, self._roles.search)
+        return lambda some: {"train": read(some), "search": read(partner[some])}
 
     @cached_property
     def _owners(self) -> Tensor:
-        """Client of each example, shape (N,); -1 for no client."""
+        """Client of each example, shape (N,), see `owners_of`."""
         roles = self._roles
-        shards = (roles.learning, roles.validation, roles.test)
-        return owners_of(shards, self._num_stored)
+        return owners_of(
+            (roles.train, roles.search, roles.validation, roles.test), len(self._training)
+        )
 
-    def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
+    def _read(self, *, augmented: bool) -> Read:
         """Return a function from indices, shape (B,), to a batch before `transforms`."""
-        read = example_reader(self._loader, augmented=augmented)
+        read = self._training.reader(augmented=augmented)
         if not self.example_transforms:
             return read
         return changed_reader(
@@ -428,10 +382,9 @@ class FederatedDataModule(ForwardingDataModule):
             self._owners,
             transforms_of(self.example_transforms, self.seed),
             "data.example_transforms",
-            "transform examples in the data set",
         )
 
-    def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def _reader(self, read: Read) -> Read:
         transforms = self.fitted_transforms
         return (lambda indices: on_inputs(transforms, read(indices))) if transforms else read
 
@@ -448,25 +401,24 @@ class FederatedDataModule(ForwardingDataModule):
         """
         self._poison = None
         if poison is not None:
-            learning, total = self._roles.learning, self._num_stored
-            attackers = poisoned_examples(learning, clients, poison.share, total, seed)
+            roles, total = self._roles, len(self._training)
+            trained = [shards for shards in (roles.train, roles.search) if len(shards)]
+            attackers = poisoned_examples(trained, clients, poison.share, total, seed)
             if len(clients) and are_classes(self._classes):
                 batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
-                check_poison(batch, self._classes, poison)
-            self._poison = attackers, poison
+                check_poison(batch, int(self._classes.max()) + 1, poison)
+            self._poison = attackers, lambda inputs, labels, *_: poison.change(inputs, labels)
         self.__dict__.pop("train_batch", None)
 
     @property
     def reads_by_index(self) -> bool:
         """True if a batch is a selection of rows in memory that is equal at every reading."""
-        loader = self._loader
-        return reads_by_index(loader.dataset, loader.collate_fn) and not self.example_transforms
+        return self._training.reads_rows and not self.example_transforms
 
     @property
     def has_own_collate(self) -> bool:
         """True if the source has a collate function of its own."""
-        dataset, collate = self.train_dataset, self._loader.collate_fn
-        return collate is not default_collate and not gathers(dataset, collate)
+        return self._training.has_own_collate
 
     def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if possible."""
@@ -475,7 +427,7 @@ class FederatedDataModule(ForwardingDataModule):
                 yield self.evaluation_batch(indices), len(indices)
 
     @cached_property
-    def evaluation_batch(self) -> Callable[[Tensor], Any]:
+    def evaluation_batch(self) -> Read:
         """Function from indices, shape (B,), to a batch, without augmentation if possible."""
         return self._reader(self._read(augmented=False))
 

@@ -1,10 +1,22 @@
-"""A data module that forwards to another one."""
+"""A data module that forwards to another one: attributes, hyperparameters, loaders and hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+# Methods that Lightning calls on a data module only if they are overridden.
+_LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
+_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_exception",
+)
 
 
 class ForwardingDataModule(LightningDataModule):
@@ -26,6 +38,17 @@ class ForwardingDataModule(LightningDataModule):
         )
         # Lightning reads this flag to decide whether to log hyperparameters: use the source's
         vars(self).pop("_log_hyperparams", None)
+        for name in (*_LOADERS, *_HOOKS):
+            if is_overridden(name, source, LightningDataModule):
+                method = getattr(source, name)
+                setattr(self, name, partial(self._shown, method) if name in _LOADERS else method)
+
+    def changed(self, loaders: Any) -> Any:
+        """Return a loader, or several, as this data module shows them; unchanged by default."""
+        return loaders
+
+    def _shown(self, method: Callable[[], Any]) -> Any:
+        return self.changed(method())
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the source; Python calls this only for attributes not found here.

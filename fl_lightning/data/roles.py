@@ -41,12 +41,10 @@ class Roles:
     Attributes:
         train: training examples; in a search over architectures, those for the weights.
         search: examples for the architecture's choices.
-        learning: train and search together.
         validation: examples for validation.
         test: examples for the test.
 
     Example:
-        >>> import numpy as np
         >>> roles = Roles.of(FlatShards.of([np.arange(10)]), validation=0.2, test=0.3, seed=0)
         >>> [len(shards[0]) for shards in (roles.train, roles.validation, roles.test)]
         [5, 2, 3]
@@ -54,7 +52,6 @@ class Roles:
 
     train: FlatShards
     search: FlatShards
-    learning: FlatShards
     validation: FlatShards
     test: FlatShards
 
@@ -73,13 +70,12 @@ class Roles:
         """
         rest, validated = shards.hold_out(validation, numpy_generator(seed, "client validation"))
         share_of_rest = test / (1 - validation)
-        learning, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
-
-        train, searched = learning, FlatShards.of([])
+        rest, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
+        searched = FlatShards.of([])
         if search:
-            generator = numpy_generator(seed, "search half")
-            train, searched = learning.hold_out(search, generator, at_most_half=True)
-        return cls(train, searched, learning, validated, tested)
+            half = numpy_generator(seed, "search half")
+            rest, searched = rest.hold_out(search, half, at_most_half=True)
+        return cls(rest, searched, validated, tested)
 
     def placed(self, places: Mapping[int, int], num_clients: int) -> Self:
         """Renumber the clients as part of a larger federation, whose other clients get empty shards.
@@ -89,18 +85,19 @@ class Roles:
             num_clients: number of clients of the federation.
 
         Example:
-            >>> import numpy as np
             >>> roles = Roles.of(FlatShards.of([np.arange(4)]), validation=0.0, test=0.0, seed=0)
             >>> roles.placed({2: 0}, num_clients=3).train.num_examples
             array([0, 0, 4])
         """
+        here = sorted(places)
 
         def moved(shards: FlatShards) -> FlatShards:
-            nothing = np.empty(0, np.int64)
-            here = (places.get(client) for client in range(num_clients))
-            return FlatShards.of([nothing if at is None else shards[at] for at in here])
+            indices, sizes = shards.take([places[client] for client in here])
+            num_examples = np.zeros(num_clients, np.int64)
+            num_examples[here] = sizes
+            return FlatShards(indices.numpy(), num_examples)
 
-        parts = (self.train, self.search, self.learning, self.validation, self.test)
+        parts = (self.train, self.search, self.validation, self.test)
         return type(self)(*(moved(part) if len(part) else part for part in parts))
 
 
@@ -121,8 +118,8 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
         )
 
 
-class SearchHalf:
-    """Pairs of each training example with an example for the architecture's choices.
+def partners(training: FlatShards, search: FlatShards) -> Tensor:
+    """Partner of each training example in a search, by number of the example; -1 for other examples.
 
     Args:
         training: first half of each client's examples, for the weights.
@@ -133,42 +130,28 @@ class SearchHalf:
             clients, so that it would have several partners.
 
     Example:
-        >>> import numpy as np
-        >>> halves = SearchHalf(FlatShards.of([np.array([4, 0])]), FlatShards.of([np.array([2])]))
-        >>> halves.partners(torch.tensor([0, 4]))
-        tensor([2, 2])
+        >>> partners(FlatShards.of([np.array([4, 0])]), FlatShards.of([np.array([2])]))
+        tensor([ 2, -1, -1, -1,  2])
     """
-
-    def __init__(self, training: FlatShards, search: FlatShards) -> None:
-        sizes, num_partners = training.num_examples, search.num_examples
-        lonely = ((sizes > 0) & (num_partners == 0)).nonzero()[0]
-        if len(lonely):
-            raise ConfigurationError(
-                f"search_fraction: client {lonely[0]} has one example, and a search needs two per "
-                "client, one for the weights and one for the choices: use a partition with more "
-                "examples per client"
-            )
-        mine = torch.from_numpy(training.indices).long()
-        theirs = torch.from_numpy(search.indices).long()
-        if len(mine.unique()) < len(mine) or len(theirs.unique()) < len(theirs):
-            raise ConfigurationError(
-                "search_fraction: some examples belong to several clients: use a partition whose shards "
-                "do not overlap"
-            )
-        places = torch.cat([mine, mine.new_zeros(1)])
-        self._partner = torch.full((int(places.max()) + 1,), -1)
-        for client in range(len(training)):
-            ours, others = training[client].long(), search[client].long()
-            if len(ours):
-                self._partner[ours] = others[torch.arange(len(ours)) % len(others)]
-
-    def partners(self, examples: Tensor) -> Tensor:
-        """Partners of examples, shape (B,)."""
-        return self._partner.index_select(0, examples.long())
-
-    def paired(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], dict[str, Any]]:
-        """Return a function from indices, shape (B,), to a batch with both halves."""
-        return lambda examples: {"train": read(examples), "search": read(self.partners(examples))}
+    lonely = np.flatnonzero((training.num_examples > 0) & (search.num_examples == 0))
+    if len(lonely):
+        raise ConfigurationError(
+            f"search_fraction: client {lonely[0]} has one example, and a search needs two per "
+            "client, one for the weights and one for the choices: use a partition with more "
+            "examples per client"
+        )
+    mine, theirs = training.indices, search.indices
+    if len(np.unique(mine)) < len(mine) or len(np.unique(theirs)) < len(theirs):
+        raise ConfigurationError(
+            "search_fraction: some examples belong to several clients: use a partition whose shards "
+            "do not overlap"
+        )
+    owner = np.repeat(np.arange(len(training)), training.num_examples)
+    rank = np.arange(len(mine)) - training.starts[owner]
+    found = torch.full((int(mine.max(initial=-1)) + 1,), -1)
+    chosen = theirs[search.starts[owner] + rank % search.num_examples[owner]]
+    found[torch.from_numpy(mine).long()] = torch.from_numpy(chosen).long()
+    return found
 
 
 def divide(
@@ -208,8 +191,7 @@ def divide(
         raise ConfigurationError(
             f"{name}.assign must return a shard for each of {num_clients} clients, got {len(shards)}"
         )
-    last = int(shards.indices.max(initial=-1))
-    if last >= len(column):
+    if (last := int(shards.indices.max(initial=-1))) >= len(column):
         raise ConfigurationError(
             f"{name}.assign must return indices below the number of training examples, {len(column)}, "
             f"got {last}"

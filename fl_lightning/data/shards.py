@@ -11,84 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.modules import sent
 from fl_lightning.core.seeds import Integers, Words
-
-Collate = Callable[[list[Any]], Any]
-
-
-@runtime_checkable
-class BatchedDataset(Protocol):
-    """A data set that builds whole batches, which is many times faster than example by example."""
-
-    def gather(self, indices: Tensor) -> Any:
-        """Return the batch of the examples at `indices`, shape (B,), int64."""
-
-
-def batch_reader(
-    dataset: Dataset[Any], collate: Collate = default_collate, *, at_once: bool = False
-) -> Callable[[Tensor], Any]:
-    """Return the fastest function from indices, shape (B,), to a batch of a map-style data set.
-
-    The batch equals that of a DataLoader without workers. Tensor data sets, whose tensors may be on an
-    accelerator, and data sets with a ``gather`` method are indexed once per batch, unless the user has
-    a collate function.
-
-    Args:
-        dataset: map-style data set.
-        collate: makes a batch from a list of examples.
-        at_once: index the data set with a list of indices, and convert the result by ``collate``, like
-            a DataLoader with ``batch_size=None`` and a sampler of batches.
-
-    Example:
-        >>> data = TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
-        >>> batch_reader(data)(torch.tensor([2, 3]))
-        [tensor([2., 3.]), tensor([0, 1])]
-    """
-    if gathers(dataset, collate):
-        return dataset.gather  # type: ignore[attr-defined, no-any-return]
-    if type(dataset) is TensorDataset and collate is default_collate and not at_once:
-        tensors = dataset.tensors
-        # several times as fast as tensor[indices]
-        if all(tensor.device.type == "cpu" for tensor in tensors):
-            return lambda indices: [t.index_select(0, indices) for t in tensors]
-        return lambda indices: [t.index_select(0, sent(indices, t.device)) for t in tensors]
-    if type(dataset) is Subset:
-        inner = batch_reader(dataset.dataset, collate, at_once=at_once)
-        places = torch.as_tensor(dataset.indices)
-        return lambda indices: inner(places.index_select(0, indices))
-    if at_once:
-        return lambda indices: collate(dataset[indices.tolist()])
-    if fetch := getattr(dataset, "__getitems__", None):
-        return lambda indices: collate(fetch(indices.tolist()))
-    return lambda indices: collate([dataset[index] for index in indices.tolist()])
-
-
-def gathers(dataset: Dataset[Any], collate: Collate) -> bool:
-    """True if a data set builds whole batches, and the collate function is a default of torch."""
-    return isinstance(dataset, BatchedDataset) and collate in (default_collate, default_convert)
-
-
-def reads_by_index(dataset: Dataset[Any], collate: Collate = default_collate) -> bool:
-    """True if `batch_reader` selects rows in memory that are equal at every reading.
-
-    This holds for tensor data sets and for those with ``gather`` and a true ``is_deterministic``.
-    """
-    if type(dataset) is Subset:
-        return reads_by_index(dataset.dataset, collate)
-    if gathers(dataset, collate):
-        return bool(getattr(dataset, "is_deterministic", False))
-    return type(dataset) is TensorDataset and collate is default_collate
-
 
 BLOCK = 2**16  # indices per block, in operations that need temporary memory per index
 

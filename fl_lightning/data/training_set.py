@@ -1,4 +1,4 @@
-"""Examples that a source's training loader draws, and functions that read their batches.
+"""The data set of a source's training loader: which examples a pass draws, and how batches are read.
 
 The loader's sampler draws           clients draw
     all examples, in any order         all of their own, shuffled
@@ -12,7 +12,8 @@ Other samplers are rejected, because clients would silently ignore them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,14 +29,118 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    default_collate,
+    default_convert,
 )
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.shards import batch_reader
+from fl_lightning.core.modules import sent
 
+Read = Callable[[Tensor], Any]  # from indices of examples, shape (B,), to a batch
 # samplers that draw one example at a time
 _SINGLE = SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+
+class Drawn(NamedTuple):
+    """Examples that a pass over a loader draws from a data set of N examples.
+
+    Attributes:
+        indices: indices of the examples, shape (M,); None for all.
+        weights: weights of all examples for draws with replacement, float64 of shape (N,); None if a
+            pass draws each example once.
+    """
+
+    indices: Tensor | None = None
+    weights: Tensor | None = None
+
+
+class TrainingSet:
+    """The map-style data set of a training loader, whose examples are read by index.
+
+    Args:
+        loader: a `DataLoader` over a map-style data set.
+        source: name of the data module, for errors.
+        ignore_sampler: whether a pass draws all examples, for any sampler.
+
+    Attributes:
+        dataset: the data set.
+
+    Example:
+        >>> loader = DataLoader([4.0, 5.0, 6.0], batch_size=2, sampler=SubsetRandomSampler([2, 0]))
+        >>> training = TrainingSet(loader, "Digits")
+        >>> training.drawn, training.option("batch_size"), len(training)
+        (Drawn(indices=tensor([2, 0]), weights=None), 2, 3)
+        >>> training.reader()(torch.tensor([2, 0]))
+        tensor([6., 4.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], source: str = "source", *, ignore_sampler: bool = False
+    ) -> None:
+        self.dataset: Dataset[Any] = loader.dataset
+        self._loader = loader
+        self._source, self._ignores_sampler = source, ignore_sampler
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def option(self, name: str) -> Any:
+        """Return an option of the loader, e.g. ``batch_size``, or None if it has none."""
+        # a loader with a batch sampler, or one over whole batches, has the option there
+        places = (self._loader, self._loader.batch_sampler, self._loader.sampler)
+        return next((value for place in places if (value := getattr(place, name, None))), None)
+
+    @cached_property
+    def drawn(self) -> Drawn:
+        """The examples that a pass draws.
+
+        Raises:
+            ConfigurationError: if clients cannot reproduce the sampler, by name.
+        """
+        return Drawn() if self._ignores_sampler else _drawn(self._loader, self._source)
+
+    @property
+    def indices(self) -> Tensor:
+        """Indices of the examples that a pass draws, shape (M,)."""
+        drawn = self.drawn.indices
+        return torch.arange(len(self)) if drawn is None else drawn
+
+    @property
+    def gathers(self) -> bool:
+        """True if the data set builds whole batches, and the collate function is a default of torch."""
+        return _gathers(self.dataset, self._loader.collate_fn)
+
+    @property
+    def has_own_collate(self) -> bool:
+        """True if the collate function is not torch's."""
+        return self._loader.collate_fn is not default_collate and not self.gathers
+
+    @property
+    def reads_rows(self) -> bool:
+        """True if a batch is a selection of rows in memory that are equal at every reading.
+
+        This holds for tensor data sets and for those with ``gather`` and a true ``is_deterministic``.
+        """
+        dataset: Any = self.dataset
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        if _gathers(dataset, self._loader.collate_fn):
+            return bool(getattr(dataset, "is_deterministic", False))
+        return type(dataset) is TensorDataset and self._loader.collate_fn is default_collate
+
+    def reader(self, *, augmented: bool = False) -> Read:
+        """Return a function from indices, shape (B,), to a batch of the loader.
+
+        Args:
+            augmented: whether examples may be augmented; if not, the data set's method ``evaluation``,
+                if it has one, returns the set without augmentation.
+        """
+        dataset = self.dataset if augmented else _without_augmentation(self.dataset)
+        # a loader without a batch sampler passes on what its sampler draws, here whole lists of indices
+        at_once = self._loader.batch_sampler is None
+        return batch_reader(dataset, self._loader.collate_fn, at_once=at_once)
 
 
 def check_loader(loader: Any, method: str) -> None:
@@ -71,89 +176,121 @@ def check_loader(loader: Any, method: str) -> None:
         )
 
 
+# Batches.
+
+
+@runtime_checkable
+class BatchedDataset(Protocol):
+    """A data set that builds whole batches, which is many times faster than example by example."""
+
+    def gather(self, indices: Tensor) -> Any:
+        """Return the batch of the examples at `indices`, shape (B,), int64."""
+
+
+def batch_reader(
+    dataset: Dataset[Any],
+    collate: Callable[[list[Any]], Any] = default_collate,
+    *,
+    at_once: bool = False,
+) -> Read:
+    """Return the fastest function from indices, shape (B,), to a batch of a map-style data set.
+
+    The batch equals that of a DataLoader without workers. Tensor data sets, whose tensors may be on an
+    accelerator, and data sets with a ``gather`` method are indexed once per batch, unless the user has
+    a collate function.
+
+    Args:
+        dataset: map-style data set.
+        collate: makes a batch from a list of examples.
+        at_once: index the data set with a list of indices, and convert the result by ``collate``, like
+            a DataLoader with ``batch_size=None`` and a sampler of batches.
+
+    Example:
+        >>> data = TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
+        >>> batch_reader(data)(torch.tensor([2, 3]))
+        [tensor([2., 3.]), tensor([0, 1])]
+    """
+    if _gathers(dataset, collate):
+        return dataset.gather  # type: ignore[attr-defined, no-any-return]
+    if type(dataset) is TensorDataset and collate is default_collate and not at_once:
+        tensors = dataset.tensors
+        # several times as fast as tensor[indices]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return lambda indices: [t.index_select(0, indices) for t in tensors]
+        return lambda indices: [t.index_select(0, sent(indices, t.device)) for t in tensors]
+    if type(dataset) is Subset:
+        inner = batch_reader(dataset.dataset, collate, at_once=at_once)
+        places = torch.as_tensor(dataset.indices)
+        return lambda indices: inner(places.index_select(0, indices))
+    if at_once:
+        return lambda indices: collate(dataset[indices.tolist()])
+    if fetch := getattr(dataset, "__getitems__", None):
+        return lambda indices: collate(fetch(indices.tolist()))
+    return lambda indices: collate([dataset[index] for index in indices.tolist()])
+
+
+def _gathers(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
+    return isinstance(dataset, BatchedDataset) and collate in (default_collate, default_convert)
+
+
+def _without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
+    if type(dataset) is Subset:
+        return Subset(_without_augmentation(dataset.dataset), dataset.indices)
+    if type(dataset) is ConcatDataset:
+        return ConcatDataset([_without_augmentation(part) for part in dataset.datasets])
+    evaluation = getattr(dataset, "evaluation", None)
+    return evaluation() if callable(evaluation) else dataset
+
+
+# Samplers.
+
 _WAY_OUT = "or set data.ignore_sampler to true: then every client shuffles all of its examples"
 
 
-class Drawn(NamedTuple):
-    """Examples that a pass over a loader draws from a data set of N examples.
-
-    Attributes:
-        indices: indices of the examples, shape (M,); None for all.
-        weights: weights of all examples for draws with replacement, float64 of shape (N,); None if a
-            pass draws each example once.
-    """
-
-    indices: Tensor | None = None
-    weights: Tensor | None = None
-
-
-def drawn_examples(loader: DataLoader[Any], source: str) -> Drawn:
-    """Return the examples that a loader's sampler draws.
-
-    Args:
-        loader: loader over a map-style data set.
-        source: name of the data module, for errors.
-
-    Raises:
-        ConfigurationError: if clients cannot reproduce the sampler, by name.
-
-    Example:
-        >>> drawn_examples(DataLoader(range(9), sampler=SubsetRandomSampler([7, 4])), "Digits")
-        Drawn(indices=tensor([7, 4]), weights=None)
-        >>> drawn_examples(DataLoader(range(9), shuffle=True), "Digits")
-        Drawn(indices=None, weights=None)
-    """
+def _drawn(loader: DataLoader[Any], source: str) -> Drawn:
+    """Return the examples that a loader's sampler, or that of its batch sampler, draws."""
     count = len(loader.dataset)  # type: ignore[arg-type]
-    sampler = _example_sampler(loader, source)
-    if isinstance(sampler, WeightedRandomSampler) and _iterates_as(sampler, WeightedRandomSampler):
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if not isinstance(sampler, BatchSampler) or not _iterates_as(sampler, BatchSampler):
+        _refuse(source, f"{type(sampler).__name__} as batch sampler")
+    sampler = sampler.sampler
+    kind = next((kind for kind in _SINGLE if _iterates_as(sampler, kind)), None)
+    if kind is WeightedRandomSampler:
         return _by_weight(sampler, count, source)
-    if isinstance(sampler, RandomSampler) and _iterates_as(sampler, RandomSampler):
-        return _at_random(sampler, count, source)
-    if isinstance(sampler, SequentialSampler) and _iterates_as(sampler, SequentialSampler):
+    if kind is RandomSampler:
+        known = len(sampler.data_source)
+        _check_length(sampler, {known}, source)
+        drawn = _some(range(known), count, source)
+        weights = torch.ones(count, dtype=torch.float64) if sampler.replacement else None
+        return drawn._replace(weights=weights)
+    if kind is SequentialSampler:
         return _some(range(len(sampler.data_source)), count, source)
-    if isinstance(sampler, SubsetRandomSampler) and _iterates_as(sampler, SubsetRandomSampler):
+    if kind is SubsetRandomSampler:
         return _some(sampler.indices, count, source)
     if isinstance(sampler, (Sequence, np.ndarray, Tensor)):
         return _some(sampler, count, source)
-    return _refuse(source, f"{type(sampler).__name__}")
-
-
-def _example_sampler(loader: DataLoader[Any], source: str) -> Any:
-    """Return the sampler of single examples, which may be inside a batch sampler."""
-    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    if isinstance(batches, BatchSampler) and _iterates_as(batches, BatchSampler):
-        return batches.sampler
-    return _refuse(source, f"{type(batches).__name__} as batch sampler")
+    return _refuse(source, type(sampler).__name__)
 
 
 def _iterates_as(sampler: Any, kind: type) -> bool:
     # a subclass may override the draw
-    return type(sampler).__iter__ is kind.__iter__  # type: ignore[attr-defined]
+    return isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__  # type: ignore[attr-defined]
 
 
 def _by_weight(sampler: WeightedRandomSampler, count: int, source: str) -> Drawn:
-    weights = torch.zeros(count, dtype=torch.float64)
     given = torch.as_tensor(sampler.weights, dtype=torch.float64).cpu()
     if len(given) > count:
         raise ConfigurationError(
             f"{source}.train_dataloader(): its WeightedRandomSampler has {len(given)} weights for "
             f"{count} examples: give one for each"
         )
+    weights = torch.zeros(count, dtype=torch.float64)
     weights[: len(given)] = given
     possible = weights.nonzero().flatten()
     if not sampler.replacement:
-        return _refuse(source, "WeightedRandomSampler with replacement=False")
+        _refuse(source, "WeightedRandomSampler with replacement=False")
     _check_length(sampler, {count, len(given), len(possible)}, source)
     return Drawn(None if len(possible) == count else possible, weights)
-
-
-def _at_random(sampler: RandomSampler, count: int, source: str) -> Drawn:
-    known = len(sampler.data_source)
-    _check_length(sampler, {known}, source)
-    drawn = _some(range(known), count, source)
-    if sampler.replacement:
-        return drawn._replace(weights=torch.ones(count, dtype=torch.float64))
-    return drawn
 
 
 def _check_length(sampler: Any, usual: set[int], source: str) -> None:
@@ -172,7 +309,7 @@ def _some(indices: Any, count: int, source: str) -> Drawn:
     try:
         chosen = torch.as_tensor(np.asarray(indices)).long().flatten()
     except (TypeError, ValueError):
-        return _refuse(source, f"a sampler of {type(indices[0]).__name__}")
+        _refuse(source, f"a sampler of {type(indices[0]).__name__}")
     low, high = (int(f(chosen)) if len(chosen) else 0 for f in (torch.min, torch.max))
     if low < 0 or high >= count:
         raise ConfigurationError(
@@ -189,45 +326,3 @@ def _refuse(source: str, name: str) -> NoReturn:
         "draws batches of its own examples. Use a SequentialSampler, RandomSampler, SubsetRandomSampler "
         f"or WeightedRandomSampler (with replacement) and a batch_size; {_WAY_OUT}"
     )
-
-
-def loader_option(loader: DataLoader[Any], name: str) -> Any:
-    """Return an option of a loader, e.g. ``batch_size``, or None if it has none.
-
-    Example:
-        >>> loader_option(DataLoader([1, 2, 3], batch_size=2), "batch_size")
-        2
-    """
-    # a loader with a batch sampler, or one over whole batches, has the option there
-    places = (loader, loader.batch_sampler, loader.sampler)
-    return next((value for place in places if (value := getattr(place, name, None))), None)
-
-
-def example_reader(loader: DataLoader[Any], *, augmented: bool = False) -> Callable[[Tensor], Any]:
-    """Return a function from indices, shape (B,), to a batch of the loader.
-
-    Without augmentation if possible, i.e. if the data set has a method ``evaluation`` that returns the set
-    without it.
-
-    Args:
-        loader: loader over a map-style data set.
-        augmented: whether examples may be augmented.
-
-    Example:
-        >>> import torch
-        >>> example_reader(DataLoader([4.0, 5.0, 6.0]))(torch.tensor([2, 0]))
-        tensor([6., 4.], dtype=torch.float64)
-    """
-    dataset = loader.dataset if augmented else without_augmentation(loader.dataset)
-    # a loader without a batch sampler passes on what its sampler draws, here whole lists of indices
-    return batch_reader(dataset, loader.collate_fn, at_once=loader.batch_sampler is None)
-
-
-def without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
-    """Return the data set without augmentation, if it has a method ``evaluation``."""
-    if type(dataset) is Subset:
-        return Subset(without_augmentation(dataset.dataset), dataset.indices)
-    if type(dataset) is ConcatDataset:
-        return ConcatDataset([without_augmentation(part) for part in dataset.datasets])
-    evaluation = getattr(dataset, "evaluation", None)
-    return evaluation() if callable(evaluation) else dataset

@@ -5,7 +5,6 @@ mean = sum x / n,   std = sqrt(sum (x - mean)² / (n - 1))    over seeds; no std
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from fl_lightning.experiments.experiment import Experiment, PlannedRun, Variant
 from fl_lightning.experiments.runs import seconds_of
 from fl_lightning.federation import logged_once
 from fl_lightning.reports.history import Curve, History
+from fl_lightning.reports.layout import close_to
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -236,8 +236,7 @@ def _last(curve: Curve) -> float:
 def _require(names: Sequence[str], logged: Mapping[str, Curve]) -> None:
     for name in names:
         if name not in logged:
-            close = difflib.get_close_matches(name, logged, n=3) or sorted(logged)
             raise ConfigurationError(
-                f"report: the runs have not logged {name!r}. There is {', '.join(close)}. Change "
+                f"report: the runs have not logged {name!r}. {close_to(name, sorted(logged))} Change "
                 "report and run compare again: finished runs are not repeated."
             )

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from jsonargparse.typing import NonNegativeInt, Path_fr, PositiveInt
 
 from fl_lightning.core.errors import ConfigurationError
@@ -45,8 +46,9 @@ class Parameter:
     def ends(self) -> list[Any]:
         """Values to check before the search: both ends of a range, or all choices."""
         own: Any = self.distribution
-        ends = (own.low, own.high) if self.choices is None else None
-        return [*(self.choices or {}).values()] if ends is None else [*dict.fromkeys(ends)]
+        if self.choices is not None:
+            return [*self.choices.values()]
+        return [*dict.fromkeys((own.low, own.high))]
 
     def grid(self, path: str) -> list[Any]:
         """Return the names of the values in a grid.
@@ -64,18 +66,16 @@ class Parameter:
         own: Any = self.distribution
         if self.points is not None:
             return _spaced(own, self.points)
-        # for integers, Optuna's step is at least 1
-        step = None if own.log else own.step
-        if step is None:
+        if own.log or own.step is None:  # for integers, Optuna's step is at least 1
             raise ConfigurationError(
                 f"space: a grid over {path} needs to know which numbers: give points, or a list"
             )
-        count = math.floor((own.high - own.low) / step + 1e-9) + 1
+        count = math.floor((own.high - own.low) / own.step + 1e-9) + 1
         if count > _MOST_GRID:
             raise ConfigurationError(
                 f"space: a grid over {path} has {count} numbers: give points, or a larger step"
             )
-        return [own.low + number * step for number in range(count)]
+        return [own.low + number * own.step for number in range(count)]
 
     def key_of(self, value: Any) -> Any:
         """Return the name of a configuration's value; None if the value is outside the space."""
@@ -97,14 +97,11 @@ def _spaced(numbers: Any, count: int) -> list[Any]:
     low, high = numbers.low, numbers.high
     if count == 1 or low == high:
         return [low]
-    shares = [number / (count - 1) for number in range(1, count - 1)]
-    if numbers.log:
-        between = [low * (high / low) ** share for share in shares]
-    else:
-        between = [low + (high - low) * share for share in shares]
+    space = np.geomspace if numbers.log else np.linspace
     # 0.1 rather than 0.10000000000000002; the ends are as they were given
-    inside = [low, *(float(f"{one:.12g}") for one in between), high]
-    return list(dict.fromkeys(map(round, inside))) if isinstance(low, int) else inside
+    inside = [float(f"{one:.12g}") for one in space(low, high, count)[1:-1]]
+    found = [low, *inside, high]
+    return list(dict.fromkeys(map(round, found) if isinstance(low, int) else found))
 
 
 def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -173,17 +170,15 @@ def _range(given: Mapping[str, Any]) -> Parameter:
         raise ConfigurationError(f"must have both low and high, got {dict(given)}")
     if not isinstance(log, bool):
         raise ConfigurationError(f"has log: true or false, got {log!r}")
-    if low > high:
-        raise ConfigurationError(f"has low: {low} above high: {high}")
-    if log and low <= 0:
-        raise ConfigurationError(f"with log: true needs low above 0, got {low}")
-    if step is not None and (log or step <= 0):
-        raise ConfigurationError(f"has a step above 0 and no log, got step: {step}, log: {log}")
     if points is not None and (not isinstance(points, int) or points < 1):
         raise ConfigurationError(f"has points that are a whole number > 0, got {points!r}")
-    if all(isinstance(one, int) for one in (low, high, step or 1)):
-        return Parameter(IntDistribution(int(low), int(high), log, int(step or 1)), points=points)
-    return Parameter(FloatDistribution(low, high, log, step), points=points)
+    is_whole = all(isinstance(one, int) for one in (low, high, step or 1))
+    kind: Any = IntDistribution if is_whole else FloatDistribution
+    try:
+        distribution = kind(low, high, log, 1 if step is None and is_whole else step)
+    except ValueError as error:
+        raise ConfigurationError(f"is no range: {error}") from None
+    return Parameter(distribution, points=points)
 
 
 def _number(given: Any, key: str) -> float | int | None:
@@ -293,7 +288,5 @@ class Search:
         """Number of trials of the search."""
         if self.sampler != "grid":
             return self.trials or 20
-        size = 1
-        for path, parameter in self.parameters.items():
-            size *= len(parameter.grid(path))
+        size = math.prod(len(one.grid(path)) for path, one in self.parameters.items())
         return min(size, self.trials or size)

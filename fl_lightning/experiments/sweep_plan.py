@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from fl_lightning.experiments.experiment import (
     resolved,
 )
 from fl_lightning.experiments.space import Parameter, Search
+from fl_lightning.reports.layout import close_to
 
 Place: TypeAlias = tuple[str | int, ...]
 
@@ -43,24 +43,43 @@ def place_of(configuration: Mapping[str, Any], path: str) -> Place:
         ('model', 'init_args', 'lr')
     """
     keys: list[str | int] = []
-    node: Any = configuration
     words = path.split(".")
     for number, word in enumerate(words):
-        is_last = number == len(words) - 1
-        if isinstance(node, list):
-            keys.append(_entry(node, word, words[:number], path))
-        elif isinstance(node, Mapping):
-            keys += _keys(node, word, is_last, words[:number], path)
-        else:
-            owner = ".".join(words[:number])
-            shown = "null" if node is None else repr(node)
-            raise ConfigurationError(
-                f"space: {path}: {owner} is {shown} in the configuration and has no {word}: give it "
-                "a class there, or under base"
-            )
-        if not is_last:
-            node = value_at(configuration, keys)
+        node, owner = value_at(configuration, keys), ".".join(words[:number])
+        inner = _keys(node, word, may_be_new=bool(owner) and word is words[-1])
+        if inner is None:
+            raise ConfigurationError(f"space: {path}: {_what_is_there(node, word, owner)}")
+        keys += inner
     return tuple(keys)
+
+
+def _keys(node: Any, word: str, *, may_be_new: bool) -> list[str | int] | None:
+    """Return the keys from a node to the option that a word of the path names; None without that option."""
+    if isinstance(node, list):
+        return [int(word)] if word.isdecimal() and int(word) < len(node) else None
+    if not isinstance(node, Mapping) or word in node:
+        return [word] if isinstance(node, Mapping) else None
+    for inside in ("dict_kwargs", "init_args"):
+        if word in (node.get(inside) or {}):
+            return [inside, word]
+    new = ["init_args", word] if "class_path" in node else [word]
+    return [*new] if may_be_new else None
+
+
+def _what_is_there(node: Any, word: str, owner: str) -> str:
+    if isinstance(node, list):
+        return (
+            f"{owner} is a list of {len(node)}: name an entry by its number, from 0, got {word!r}"
+        )
+    if isinstance(node, Mapping):
+        known = [str(key) for key in [*node, *(node.get("init_args") or {})]]
+        names = [key for key in known if key not in ("class_path", "init_args")]
+        return f"{owner or 'the configuration'} has no {word!r}. {close_to(word, names)}"
+    shown = "null" if node is None else repr(node)
+    return (
+        f"{owner} is {shown} in the configuration and has no {word}: give it a class there, or under "
+        "base"
+    )
 
 
 def value_at(configuration: Any, place: Sequence[str | int]) -> Any:
@@ -108,35 +127,6 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _keys(
-    node: Mapping[str, Any], word: str, is_last: bool, before: Sequence[str], path: str
-) -> list[str | int]:
-    """Return the keys from a mapping to the option that a word of the path names."""
-    if word in node:
-        return [word]
-    inside = node.get("init_args") or {}
-    if "class_path" in node and (word in inside or is_last):
-        extra = node.get("dict_kwargs") or {}
-        return ["dict_kwargs" if word in extra else "init_args", word]
-    if is_last and before:
-        return [word]
-    known = [str(key) for key in [*node, *inside] if key not in ("class_path", "init_args")]
-    close = difflib.get_close_matches(word, known, n=1)
-    advice = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
-    where = f"{'.'.join(before)} has" if before else "the configuration has"
-    raise ConfigurationError(f"space: {path}: {where} no {word!r}. {advice}")
-
-
-def _entry(node: Sequence[Any], word: str, before: Sequence[str], path: str) -> int:
-    if not word.isdecimal() or int(word) >= len(node):
-        owner = ".".join(before)
-        raise ConfigurationError(
-            f"space: {path}: {owner} is a list of {len(node)}: name an entry by its number, from 0, "
-            f"got {word!r}"
-        )
-    return int(word)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Plan of a search, from which the run of each trial is made.
@@ -176,11 +166,7 @@ class Plan:
         return None if any(key is None for key in keys.values()) else keys
 
     def with_keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration with the values that Optuna's names stand for.
-
-        Args:
-            keys: name of the value, by path of the option.
-        """
+        """Return the configuration with the values that Optuna's names stand for, by path of the option."""
         values = {
             self.places[path]: self.parameters[path].value_of(key) for path, key in keys.items()
         }
@@ -191,13 +177,7 @@ class Plan:
         return self.out / f"trial_{number:04d}"
 
     def run(self, number: int, keys: Mapping[str, Any], seed: int) -> PlannedRun:
-        """Return the run of a trial with a seed.
-
-        Args:
-            number: number of the trial.
-            keys: name of the value, by path of the option.
-            seed: seed of the run.
-        """
+        """Return the run of a trial with a seed; ``keys`` are Optuna's names of its values, by path."""
         folder = self.folder(number)
         # the test set must not influence the choice
         text = as_text({**self.with_keys(keys), "test_after_fit": False})
@@ -214,7 +194,7 @@ def plan_search(
         configs: further files of the configuration.
         options: further words of every run's command line.
         out: folder of the search.
-        resolve: function from the words of a fit's command line to the complete configuration as YAML.
+        resolve: resolves a run's command line.
 
     Raises:
         ConfigurationError: if the configuration, or a value of the space, is refused.

@@ -26,8 +26,6 @@ from fl_lightning.federation.checks.fit import network_parts as network_parts
 from fl_lightning.federation.checks.privacy import shown_by as shown_by
 from fl_lightning.federation.clients.fit_clients import FitClients as FitClients
 from fl_lightning.federation.federation import Federation as Federation
-from fl_lightning.federation.groups import ClientGroup as ClientGroup
-from fl_lightning.federation.groups import limited as limited
 from fl_lightning.federation.logs import begin_round as begin_round
 from fl_lightning.federation.logs import board_tag as board_tag
 from fl_lightning.federation.logs import boards as boards
@@ -54,13 +52,13 @@ from fl_lightning.federation.processes.interruption import interruptible as inte
 from fl_lightning.federation.processes.ranks import Ranks as Ranks
 from fl_lightning.federation.processes.ranks import shares as shares
 from fl_lightning.federation.processes.strategy import FederatedStrategy as FederatedStrategy
-from fl_lightning.federation.round import Transaction as Transaction
+from fl_lightning.federation.round_cohorts import ClientGroup as ClientGroup
+from fl_lightning.federation.round_cohorts import limited as limited
 from fl_lightning.federation.round_record import RoundRecord as RoundRecord
 from fl_lightning.federation.run import Run as Run
 from fl_lightning.federation.simple import SimpleFederation as SimpleFederation
 from fl_lightning.federation.stage import Learning as Learning
 from fl_lightning.federation.stage import Missing as Missing
-from fl_lightning.federation.stage import Processes as Processes
 from fl_lightning.federation.stage import SpansNetwork as SpansNetwork
 from fl_lightning.federation.stage import Stage as Stage
 from fl_lightning.federation.stage import Stages as Stages

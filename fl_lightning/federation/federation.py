@@ -1,6 +1,6 @@
 """The ``federation:`` block: a callback that turns a Lightning run into a federated one.
 
-With this callback an epoch is a round: `RoundGroups` gives the clients of each round, `FederatedLoop`
+With this callback an epoch is a round: `RoundCohorts` gives the clients of each round, `FederatedLoop`
 trains them, `Round` steps the server, and this class does what Lightning asks of a callback: set up,
 log, save, restore, clean up.
 """
@@ -13,19 +13,17 @@ from typing import Any, final
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
-from fl_lightning.federation.loop import begin_round_anew, renumber_groups
+from fl_lightning.federation.loop import begin_round_anew
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.start import Calendar, begin, prepare, take_over
 from fl_lightning.federation.visits.personal_models import (
     PersonalModels,
     recalled_models,
-    state_to_bring_home,
 )
 from fl_lightning.federation.visits.shard_gradient import refresh_losses
 
@@ -63,18 +61,16 @@ class Federation(Options, Callback):
     rounds: FitRounds | None = None
     _calendar: Calendar
     _cleanup: ExitStack | None = None
-    _groups_before, _is_inside = 0, False  # of a checkpoint: groups of a round, whether one is open
     _saved: dict[str, Any] | None = None
-    _personal_state: dict[str, Any] | None = None
 
     def add(self, stage: Stage) -> None:
         """Add a stage to the rounds of this fit; for the `setup` of other callbacks."""
         self.handed.append(stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace batches by groups of clients in the fit loop."""
+        """Replace batches by the clients of a round in the fit loop."""
         if stage == "fit":
-            self._cleanup = ExitStack()
+            self._cleanup, self._saved = ExitStack(), None  # a checkpoint is loaded after this
             self._cleanup.callback(self.handed.clear)
             self._calendar = prepare(trainer, pl_module, self, self._cleanup)
 
@@ -84,8 +80,6 @@ class Federation(Options, Callback):
         before, saved = self.rounds, self._saved or {}
         earlier = list(before.stages) if before and before.run.module is pl_module else []
         self.rounds = begin(trainer, self, self._calendar)
-        self._groups_before = saved.get("groups", len(self._calendar.groups))
-        self._is_inside = bool(saved.get("inside"))
         if saved:
             load_run_state(self.rounds, saved)
             self._saved = None
@@ -94,10 +88,8 @@ class Federation(Options, Callback):
         take_over(trainer, self.rounds, self.rounds.run, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume from a checkpoint, also of a run whose rounds had another number of groups."""
-        begin_round_anew(trainer, self._is_inside)
-        if self._groups_before != len(self._calendar.groups):
-            renumber_groups(trainer, self._groups_before, len(self._calendar.groups))
+        """Resume from a checkpoint."""
+        begin_round_anew(trainer)
         assert self.rounds is not None
         for part in self.rounds.stages.around_fit:
             part.training_begins(trainer)
@@ -109,7 +101,7 @@ class Federation(Options, Callback):
         for line in self.rounds.idle_lines():
             rank_zero_info(line)
         if self.cohort.needs_fresh_losses:
-            population = self.rounds.run.groups.population
+            population = self.rounds.run.cohorts.population
             personal = self.personal
             has_layers = personal and not (personal.beside or personal.tuning_steps)
             models = self.personal_models(trainer) if has_layers else None
@@ -120,9 +112,9 @@ class Federation(Options, Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round: the clients' metrics, counts, bytes, norms."""
         assert self.rounds is not None
-        record, is_open = self.rounds.record, self.rounds.server.is_open
+        record = self.rounds.record
         for part in self.rounds.stages.around_fit:
-            part.round_ends(trainer, record, is_broken_off=is_open)
+            part.round_ends(trainer, record)
         metrics, facts, twins = record.metrics(), record.facts(), record.twins()
         in_bar = {"train/loss", *self.rounds.run.collector.prog_bar}
         shown = [name for name in metrics if name in in_bar]
@@ -145,24 +137,12 @@ class Federation(Options, Callback):
         return (self._saved or {}) if self.rounds is None else run_state(self.rounds)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's state until the fit starts."""
+        """Keep the state of a checkpoint, or of a fit in other processes, until a fit starts."""
         self._saved = dict(state_dict)
 
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
         """Return clients' personal models after the last round, or of the checkpoint."""
-        saved = self._saved or self._personal_state or {}
-        return recalled_models(trainer, self.personal, self.seed, self._fitted, saved)
-
-    def personal_state(self) -> dict[str, Any]:
-        """Return the data by which another process evaluates personal models; empty if it is large."""
-        return {} if self._fitted is None else state_to_bring_home(*self._fitted)
-
-    @property
-    def _fitted(self) -> tuple[list[str], ClientMemory] | None:
-        if self.rounds is None:
-            return None
-        return self.rounds.run.local.own.names, self.rounds.memory.clients
-
-    def take_personal_state(self, state: dict[str, Any]) -> None:
-        """Receive personal models after a fit in other processes."""
-        self._personal_state = state
+        fitted = None
+        if self.rounds is not None:
+            fitted = self.rounds.run.local.own.names, self.rounds.memory.clients
+        return recalled_models(trainer, self.personal, self.seed, fitted, self._saved or {})

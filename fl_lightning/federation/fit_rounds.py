@@ -1,4 +1,4 @@
-"""The rounds of a fit, as Lightning's loop drives them.
+"""The rounds of a fit, as Lightning's loop drives them: a round is a batch and an epoch.
 
 Each of several processes has a `FitRounds`. It trains its share of the cohort, exchanges results with
 the other processes once per round, and then takes the same server step.
@@ -15,12 +15,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.update import GlobalModel
+from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.fit_clients import FitClients
-from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.processes.exchange import Exchange
+from fl_lightning.federation.processes.exchange import Failure, exchange
 from fl_lightning.federation.round import Round
+from fl_lightning.federation.round_cohorts import ClientGroup
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
@@ -31,7 +33,7 @@ _NOTHING = 1e-9
 
 
 class FitRounds:
-    """Runs the rounds of one fit, one group of clients after the other.
+    """Runs the rounds of one fit.
 
     Attributes:
         clients: the clients' side.
@@ -59,49 +61,59 @@ class FitRounds:
             run.memory.clients,
             skips_failures=options.on_client_failure == "skip",
             min_replies=options.min_replies,
-            processes=run.ranks,
         )
         self.clients.lose = self._round.raise_or_skip
-        self._exchange = Exchange(run)
-        self._is_under_way = self._cost_is_told = False
+        self._cost_is_told = False
 
     @property
     def record(self) -> RoundRecord:
         """Record of the open round; between rounds, of the last one."""
         return self._round.record
 
-    def train_group(self, group: ClientGroup) -> bool:
-        """Train a group of clients of the current round; after the last group step the server.
+    def train(self, group: ClientGroup) -> None:
+        """Train the clients of the current round and step the server.
 
-        Afterwards the module holds the global model, also after an error.
-
-        Returns:
-            Whether the server has stepped.
+        After an error the module holds the global model.
 
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped. Several
                 processes all raise it, when they exchange results.
+            RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
-        began, clients = time.perf_counter(), self.clients
-        is_last = self.run.trainer.is_last_batch
-        if not self._is_under_way:
-            self._begin(group)
+        began, run, clients = time.perf_counter(), self.run, self.clients
+        self._begin(group)
+        failure: Failure | None = None
         try:
             with clients.metrics_kept_apart():
                 if not clients.engine.is_settled:
-                    clients.settle_engine(self.server.model, group, self.run.ranks)
-                if self._exchange.failure is None:
-                    self._round.train(group.ids)
-                if is_last:
-                    self.run.local.check_constants()
-        except (ClientFailure, ConfigurationError) as failure:
-            self._exchange.fail(failure)
+                    clients.settle_engine(self.server.model, group, run.ranks)
+                self._train(group)
+                run.local.check_constants()
+        except (ClientFailure, ConfigurationError) as error:
+            if run.ranks.size == 1:
+                raise
+            failure = error
         finally:
             clients.restore(self.server.model)
         self._round.record.seconds += time.perf_counter() - began
-        if is_last:
-            self._close()
-        return is_last
+        if run.ranks.size > 1:  # waiting for other processes is no work
+            self._round.record = exchange(run, self._round.record, self.server, failure)
+        self._close()
+
+    def _train(self, group: ClientGroup) -> None:
+        """Train the clients; if slots cannot run a step, the round begins anew with another engine."""
+        engine = self.clients.engine
+        metrics = MetricStates(metrics_of(self.run.module) if engine.slots is not None else [])
+        while True:
+            try:
+                self._round.train(group.ids)
+            except CannotStack as reason:
+                engine.fall_back(reason)
+                metrics.put_back()
+                self.run.local.restore(self.server.model)
+                self._begin(group)
+            else:
+                return
 
     def _begin(self, group: ClientGroup) -> None:
         run, number = self.run, self.run.trainer.current_epoch
@@ -116,31 +128,21 @@ class FitRounds:
             self._cost_is_told = True
             self._announce()
         self._round.open(number)
-        self._is_under_way = True
 
     def _close(self) -> None:
-        """Step the server and put the new model into the module.
-
-        Raises:
-            ClientFailure: in all processes, if a client failed in one.
-            RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
-        """
-        began, run = time.perf_counter(), self.run
-        if run.ranks.size > 1:
-            self._round.record, began = self._exchange.merge(self._round.record, self.server)
-        record = self._round.record
+        """Step the server and put the new model into the module."""
+        began, run, record = time.perf_counter(), self.run, self._round.record
         # before the step, as metrics of the module may fail
         with self.clients.metrics_kept_apart():
             record.pooled = run.collector.collect_metrics()
         if self.clients.rehearsal.failures:
             self.clients.rehearsal.warn_of_failures(record)
         self._round.step()
-        self._is_under_way = False
         run.local.end_round(self.server.model)
-        run.groups.finish()  # only now: a round that failed is not done
+        run.cohorts.finish()  # only now: a round that failed is not done
         # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
         if not (self.stages.hides_clients or self.stages.is_private):
-            run.groups.population.note(  # for cohorts that choose by what it has shown of clients
+            run.cohorts.population.note(  # for cohorts that choose by what it has shown of clients
                 record.finished,
                 round_index=run.trainer.current_epoch,
                 losses=record.means.by_client("train/loss"),
@@ -193,12 +195,12 @@ class FitRounds:
 
     def idle_lines(self) -> Iterator[str]:
         """Warnings before a round in which nobody trains or nothing moves."""
-        number, options, groups = self.run.trainer.current_epoch, self.options, self.run.groups
-        if groups.fewest > 1 and (num_left_out := groups.num_left_out(number)):
+        number, options, cohorts = self.run.trainer.current_epoch, self.options, self.run.cohorts
+        if cohorts.fewest > 1 and (num_left_out := cohorts.num_left_out(number)):
             yield (
                 f"round {number + 1}: a cohort of {num_left_out} is too small for "
                 f"{type(options.aggregator).__name__}, which hides updates among those of "
-                f"{groups.fewest} clients or more: nobody trains, the model stays as it is"
+                f"{cohorts.fewest} clients or more: nobody trains, the model stays as it is"
             )
         # rates that schedules change from step to step are not known here
         clients = () if self.run.by_step else self.run.trainer.optimizers[:1]
@@ -220,7 +222,7 @@ class FitRounds:
             )
 
     def _announce(self) -> None:
-        num_clients = self.run.groups.num_clients
+        num_clients = self.run.cohorts.num_clients
         pairs = [s.more_bytes(self.server.model, num_clients) for s in self.stages]
         up, down = map(sum, zip(*pairs, strict=True))
         line = cost_line(up, down, num_clients=num_clients, num_rounds=self.run.num_rounds)

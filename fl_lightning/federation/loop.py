@@ -2,8 +2,8 @@
 
 `FederatedLoop` takes the place of one sub-loop, the one that would run ``training_step`` and step
 the optimizer on a batch; `FederatedManualLoop` that of its twin, for modules that step their optimizers
-by hand. Here a batch is a group of clients. After the round's last group the server steps, before
-validation and checkpoints, and ``global_step`` advances by one.
+by hand. Here a batch is the clients of a round. They train and the server steps, before validation and
+checkpoints, and ``global_step`` advances by one.
 
 This is the only file that touches protected names of Lightning:
 `_AutomaticOptimization` with its ``run`` and ``optim_progress``, `_ManualOptimization` with its ``run``
@@ -11,7 +11,7 @@ and ``optim_step_progress``, and ``automatic_optimization`` and ``manual_optimiz
 ``trainer.fit_loop.epoch_loop``. They are unchanged in Lightning 2.5 and 2.6
 and are checked when this file is imported and when the loop is installed. If the launcher ends all
 processes together, ``_broadcast_sigterm_tensor`` of Lightning 2.6 does nothing: it would synchronise
-the processes before every group. This file also reads and sets the counters of rounds and groups
+the processes before every round. This file also reads and sets the counters of rounds
 (``epoch_progress``, ``batch_progress``), the place where a resumed run begins (``restarted_mid_epoch``
 and its like of both loops), and ``_data_fetcher``, which begins anew in every round.
 """
@@ -29,7 +29,7 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from fl_lightning.federation.groups import ClientGroup
+from fl_lightning.federation.round_cohorts import ClientGroup
 
 _ADVICE = (
     f"fl_lightning works with Lightning 2.5 and 2.6; Lightning {lightning.__version__} has changed "
@@ -47,12 +47,12 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
 class Rounds(Protocol):
     """The rounds that the loop drives."""
 
-    def train_group(self, group: ClientGroup) -> bool:
-        """Train a group of clients; after the round's last group step the server, and return True."""
+    def train(self, group: ClientGroup) -> None:
+        """Train the clients of a round and step the server."""
 
 
 class FederatedLoop(_AutomaticOptimization):
-    """Trains a group of clients where Lightning would take one optimizer step."""
+    """Runs a round where Lightning would take one optimizer step."""
 
     def __init__(self, trainer: Trainer, rounds: Rounds) -> None:
         super().__init__(trainer)
@@ -62,15 +62,15 @@ class FederatedLoop(_AutomaticOptimization):
     def run(
         self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
     ) -> dict[str, Any]:
-        """Train one group and, if it is the round's last, step the server."""
-        if self._rounds.train_group(next(iter(kwargs.values()))):
-            self.optim_progress.optimizer.step.increment_ready()
-            self.optim_progress.optimizer.step.increment_completed()
+        """Run one round."""
+        self._rounds.train(next(iter(kwargs.values())))
+        self.optim_progress.optimizer.step.increment_ready()
+        self.optim_progress.optimizer.step.increment_completed()
         return {}
 
 
 class FederatedManualLoop(_ManualOptimization):
-    """Trains a group of clients where Lightning would let a module step its optimizers by hand.
+    """Runs a round where Lightning would let a module step its optimizers by hand.
 
     ``global_step`` counts rounds: the loop does not see the optimizer steps of clients.
     """
@@ -81,10 +81,10 @@ class FederatedManualLoop(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Train one group and, if it is the round's last, step the server."""
-        if self._rounds.train_group(next(iter(kwargs.values()))):
-            self.optim_step_progress.increment_ready()
-            self.optim_step_progress.increment_completed()
+        """Run one round."""
+        self._rounds.train(next(iter(kwargs.values())))
+        self.optim_step_progress.increment_ready()
+        self.optim_step_progress.increment_completed()
         return {}
 
 
@@ -140,7 +140,7 @@ def set_round(trainer: Trainer, number: int) -> None:
 
 
 def num_batches(trainer: Trainer) -> float:
-    """Return Lightning's number of batches of an epoch, which are groups of clients in a federation."""
+    """Return Lightning's number of batches of an epoch, which is 1 in a federation."""
     return trainer.fit_loop.max_batches
 
 
@@ -157,40 +157,18 @@ def _steps(trainer: Trainer) -> Any:
     return loop.manual_optimization.optim_step_progress
 
 
-def renumber_groups(trainer: Trainer, saved: int, present: int) -> None:
-    """Adapt a resumed run's batch counters to another number of groups per round.
+def begin_round_anew(trainer: Trainer) -> None:
+    """Make a resumed run train the first round that is not done.
 
-    Otherwise a finished round would look unfinished if rounds now have more groups.
-
-    Args:
-        trainer: a Trainer whose progress has been restored from a checkpoint between rounds.
-        saved: groups per round in the run that wrote the checkpoint.
-        present: groups per round now.
-    """
-    current = trainer.fit_loop.epoch_loop.batch_progress.current
-    for name in ("ready", "started", "processed", "completed"):
-        if getattr(current, name) == saved:
-            setattr(current, name, present)
-        elif getattr(current, name) == saved - 1:  # the last group's end was being dealt with
-            setattr(current, name, present - 1)
-
-
-def begin_round_anew(trainer: Trainer, is_inside: bool) -> None:
-    """Make the first round after resuming train all of its groups.
-
-    A round inside which the checkpoint was saved begins anew, in whatever groups.
-    From a checkpoint at the end of a round's last group, Lightning counts the round as done but would
+    From a checkpoint at the end of a round's training, Lightning counts the round as done but would
     skip ``on_train_epoch_start`` of the next one. From a checkpoint inside that hook, it would take the
-    groups of the previous round for those of the new one, and train no client.
+    previous round's batch for that of the new one, and train no client.
 
     Args:
         trainer: a Trainer whose progress has been restored.
-        is_inside: whether the checkpoint was saved inside a round.
     """
     rounds = trainer.fit_loop
-    groups = rounds.epoch_loop
-    is_last = groups.restarted_on_train_batch_end and groups.batch_progress.is_last_batch
-    if is_inside or rounds.restarted_on_epoch_start:
-        groups.restarting = False
-    elif rounds.restarted_mid_epoch and is_last:
+    if rounds.restarted_on_epoch_start:
+        rounds.epoch_loop.restarting = False
+    elif rounds.restarted_mid_epoch and rounds.epoch_loop.restarted_on_train_batch_end:
         rounds.reset_restart_stage()

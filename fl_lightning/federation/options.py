@@ -20,7 +20,6 @@ from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import AllClients, Cohort, UniformCohort
 from fl_lightning.engines import SPEEDUPS, Speedup
-from fl_lightning.federation.clients.engine_options import SPOT_CHECK, EngineName
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP
@@ -35,6 +34,9 @@ from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
 from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
 from fl_lightning.updates.transform import ErrorFeedback, Transform
 
+EngineName = Literal["auto", "sequential", "slots"]
+# Default fraction of checked clients; a check takes as long as 5 to 10 clients in slots, 1 to 2 % in all.
+SPOT_CHECK = 1 / 500
 _SPEEDUPS = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},
     instead={Trait.PRIVATE_EXAMPLES: "set engine to sequential and leave speedups out"},
@@ -44,7 +46,7 @@ _SLOTS = _SPEEDUPS | Traits(
     instead={Trait.SIMULATION: "set engine to auto or sequential"},
 )
 _RANGES = {
-    **dict.fromkeys(("local_steps", "local_epochs", "clients_per_group"), "at least 1"),
+    **dict.fromkeys(("local_steps", "local_epochs"), "at least 1"),
     "min_replies": "at least 1 client",
     "client_memory_gb": "at least 0 and finite",
     "slots": "at least 1 client at once",
@@ -87,7 +89,6 @@ class Options:
         speedups: list[Speedup] | None = None,
         spot_check: float = SPOT_CHECK,
         pad_batches: bool | None = None,
-        clients_per_group: int | None = None,
         client_memory_gb: float = 2.0,
         client_state: list[str] | None = None,
         seed: int | None = None,
@@ -144,10 +145,6 @@ class Options:
                 check verify it. With ``false`` batches train whole: a client's last, smaller batch is
                 slower, and clients without a full batch train one after the other. If None, the module's
                 attribute ``loss_is_mean`` decides, else false.
-            clients_per_group: number of clients that Lightning's loop takes as one batch. The progress
-                bar moves once per group. Results do not depend on it. Other callbacks see a round as one
-                batch, unless they have an attribute ``sees_groups`` that is true. If None, as many as
-                take about 0.2 s, and in slots the whole cohort.
             client_memory_gb: gigabytes (1e9 bytes) of client states between rounds (see ``correction``)
                 that stay in RAM. The rest is in files. Checkpoints hold up to 64 MB of client states;
                 larger ones are in a folder beside each checkpoint (``last.ckpt.client_memory``).
@@ -180,7 +177,6 @@ class Options:
         self.slots, self.spot_check = slots, spot_check
         self.pad_batches = pad_batches
         self.speedups = None if speedups is None else tuple(speedups)
-        self.clients_per_group = clients_per_group
         self.client_memory_gb, self.client_state = client_memory_gb, list(client_state or [])
         self.parts = parts_of(self, cohort)
         self._check(seed)
@@ -265,30 +261,21 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
         options: of a federation.
         cohort: the given cohort; None for the default, which conflicts with nothing.
     """
+    names = ("aggregator", "correction", "personal", "privacy", "attackers")
+    parts = {"cohort": cohort, **{name: getattr(options, name) for name in names}}
     given: list[tuple[str, object, Traits]] = [
         *(("updates", step, step.traits) for step in options.updates),
         *(("download", step, OF_DOWNLOAD) for step in options.download),
         *(("stages", stage, stage.traits) for stage in options.stages),
+        *((name, part, traits_of(part)) for name, part in parts.items() if part is not None),
     ]
-    if cohort is not None:
-        given.append(("cohort", cohort, cohort.traits))
-    if options.aggregator is not None:
-        given.append(("aggregator", options.aggregator, options.aggregator.traits))
     if options.asynchronous is not None:
         given.append(("asynchronous", options.asynchronous, ASYNCHRONOUS))
-    if options.devices is not None:
-        traits = (
-            options.devices.traits
-        )  # over a network an asynchronous run needs no simulated ones
-        is_idle = options.asynchronous is not None and not options.devices.is_recorded
-        given.append(
-            ("devices", options.devices, traits.without(Trait.SIMULATION) if is_idle else traits)
-        )
-    parts = (options.correction, options.personal, options.privacy, options.attackers)
-    names = ("correction", "personal", "privacy", "attackers")
-    given += [
-        (name, part, traits_of(part)) for name, part in zip(names, parts, strict=True) if part
-    ]
+    if (devices := options.devices) is not None:
+        traits = devices.traits
+        if options.asynchronous is not None and not devices.is_recorded:
+            traits = traits.without(Trait.SIMULATION)  # over a network simulated ones are not used
+        given.append(("devices", devices, traits))
     named: dict[str, Traits] = {}
     for name, part, traits in given:  # of one class there may be several
         key = f"federation.{name} {type(part).__name__}"

@@ -9,13 +9,11 @@ masks that change between rounds and several processes.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from typing import Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
@@ -23,11 +21,8 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Missing, Processes, Stages, Start, Upload
+from fl_lightning.federation.stage import Missing, Stages, Start, Upload
 from fl_lightning.server.server import Server
-
-# Makes a context in which updates count all or none: all are undone if its block raises.
-Transaction = Callable[[], AbstractContextManager[None]]
 
 
 class Clients(Protocol):
@@ -43,13 +38,8 @@ class Clients(Protocol):
     stages_ahead: Stages
     collector: LogCollector
 
-    def train(
-        self, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, None]:
-        """Train clients with the same start, and yield their updates.
-
-        Updates of clients that train together are yielded inside one transaction.
-        """
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
+        """Train clients with the same start, and yield their updates."""
 
 
 class Round:
@@ -62,7 +52,6 @@ class Round:
         memory: client states that last from round to round.
         skips_failures: whether a round continues without the clients that fail.
         min_replies: fewest valid updates of a round whose cohort is not empty.
-        processes: processes that share the cohort; they exchange updates before `step`.
 
     Attributes:
         record: counts and metrics of the open round; between rounds, of the last one.
@@ -75,18 +64,15 @@ class Round:
         stages: Stages,
         memory: ClientMemory,
         *,
-        processes: Processes,
         skips_failures: bool = False,
         min_replies: int = 0,
     ) -> None:
         self.clients, self.server, self.stages, self.memory = clients, server, stages, memory
-        self._processes = processes
         self._skips_failures, self._min_replies = skips_failures, min_replies
-        self._parts = [part for part in (server, *stages) if isinstance(part, HasRoundState)]
         self.record = RoundRecord()
 
     def open(self, number: int) -> None:
-        """Open a round, in the stages and at the server."""
+        """Open a round, in the stages and at the server; one that was broken off begins anew."""
         before = self.record  # of the last round, or of this one if it was broken off
         began_at = before.began_at if before.ended_at is None else before.ended_at
         self.record = RoundRecord(began_at=began_at)
@@ -110,7 +96,7 @@ class Round:
             record.finished += lost
             record.total_bytes_down += starts[0][0].num_bytes * len(lost)
         for start, together in starts:
-            with closing(self.clients.train(start, together, self._transaction)) as updates:
+            with closing(self.clients.train(start, together)) as updates:
                 for sent in updates:
                     if isinstance(sent, Missing):
                         self.raise_or_skip(sent.failure)
@@ -148,7 +134,7 @@ class Round:
                 f"clients sent a valid update, min_replies is {self._min_replies}"
             )
         for stage in self.stages.having["settle"]:
-            stage.settle(self.record, self._processes)
+            stage.settle(self.record)
         has_replies, having = self.server.num_replies > 0, self.stages.having
         change = self.stages.on_server if having["on_server"] else None
         with self.server.reversible():
@@ -166,41 +152,3 @@ class Round:
         """Close the round in all stages, after the server step."""
         for stage in self.stages.having["close"]:
             stage.close(self.record)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Undo all updates received inside this block if it raises.
-
-        Clients in slots train together. If slots fail, or a run is interrupted and saved, no part of their
-        group may remain.
-        """
-        states = [_copied(part.round_state()) for part in self._parts]
-        noted, waiting = self.record.state_dict(), self.memory.waiting_keys
-        try:
-            yield
-        except BaseException:  # also an interruption, after which a checkpoint may follow
-            for part, state in zip(self._parts, states, strict=True):
-                part.load_round_state(state)
-            self.record.load_state_dict(noted)
-            self.memory.discard(keep=waiting)
-            raise
-
-
-@runtime_checkable
-class HasRoundState(Protocol):
-    """A server or stage whose state changes as updates arrive."""
-
-    def round_state(self) -> Any:
-        """Return the state of the open round."""
-
-    def load_round_state(self, state: Any) -> None:
-        """Restore what `round_state` returned."""
-
-
-def _copied(state: Any) -> Any:
-    """Return a deep copy; of tensors five times as fast as `copy.deepcopy`."""
-    if isinstance(state, Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {name: _copied(value) for name, value in state.items()}
-    return copy.deepcopy(state)

@@ -14,10 +14,10 @@ from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.files import RunMemory
-from fl_lightning.federation.groups import RoundGroups
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.round_cohorts import RoundCohorts
 from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.local_counts import local_schedules
 from fl_lightning.federation.visits.shard_gradient import ShardGradient
@@ -71,13 +71,13 @@ class Run:
 
     Args:
         trainer: about to fit, with its optimizer built and its module on its device.
-        groups: the groups of clients of each round.
+        cohorts: the clients of each round.
         work: amount of local training per client and round.
         memory_bytes: most bytes of client states to keep in RAM.
 
     Attributes:
         trainer: as given.
-        groups: as given.
+        cohorts: as given.
         module: the module that clients train.
         data: the data module with the clients' shards.
         optimizers: the clients' optimizers.
@@ -94,9 +94,9 @@ class Run:
     """
 
     def __init__(
-        self, trainer: Trainer, groups: RoundGroups, work: LocalWork, memory_bytes: float
+        self, trainer: Trainer, cohorts: RoundCohorts, work: LocalWork, memory_bytes: float
     ) -> None:
-        self.trainer, self.groups, self.accumulate = trainer, groups, work.accumulate
+        self.trainer, self.cohorts, self.accumulate = trainer, cohorts, work.accumulate
         self.module: LightningModule = trainer.lightning_module
         self.data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self.optimizers: list[Optimizer] = trainer.optimizers

@@ -29,10 +29,10 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checks.fit import check_simple
 from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.plan import LocalWork, WorkPlan
-from fl_lightning.federation.round import Round, Transaction
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
-from fl_lightning.federation.stages.corrector import Corrector, StepCounts
+from fl_lightning.federation.stages.order import stages_of_steps
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer, as_aggregator, fedavg_optimizer
@@ -100,15 +100,11 @@ class SimpleFederation:
         self._population = Population(data.clients.num_examples)
         aggregator = as_aggregator(aggregator).of_clients(optimizer)
         transport = Transport.of(updates, [], seed)
-        built_in: list[Stage] = []
-        if correction is not None:
-            exact = aggregator.exact or aggregator.exchanges
-            built_in.append(Corrector(correction, exact=exact, is_lossy=transport.is_lossy))
-        if aggregator.needs_effective_steps:
-            built_in.append(StepCounts(correction))
+        built_in = stages_of_steps(correction, aggregator, is_lossy=transport.is_lossy)
         stages = [*built_in, *stages, transport]
         self.plan = WorkPlan(data, LocalWork(None, local_epochs, accumulate=1, seed=seed))
         self.collector, self.memory = LogCollector(), SimpleNamespace(clients=ClientMemory())
+        self.ranks = SimpleNamespace(size=1)
         self.step = PlainStep(module, optimizer, self.collector)
         self.local = LocalTrainer(module, optimizer, self.step, self.collector)
         server = Server(self.local.read(), aggregator, server_optimizer)
@@ -121,9 +117,7 @@ class SimpleFederation:
         for stage in stages:
             stage.place(self.local.space, None)
         self._clients = OneByOne(module, self.local, self.plan, self.collector, self.stages_ahead)
-        self.round = Round(
-            self, server, self.stages_ahead, self.memory.clients, processes=SimpleNamespace(size=1)
-        )
+        self.round = Round(self, server, self.stages_ahead, self.memory.clients)
 
     def _enter(self, stage: Stage) -> None:
         try:
@@ -161,8 +155,6 @@ class SimpleFederation:
         """Raise: the gradient of a whole shard needs a Trainer."""
         raise ConfigurationError("the gradient of a whole shard needs a Trainer: use Federation")
 
-    def train(
-        self, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, None]:
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Train clients with the same start, and yield their updates."""
         return self._clients.train(start, work)

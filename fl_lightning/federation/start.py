@@ -1,15 +1,13 @@
 """The start of a fit: from options, Trainer, module and data to the rounds that the loop drives.
 
-A round is an epoch, a group of clients a batch, the server's step an optimizer step of Lightning's.
+A round is an epoch of one batch, its clients; the server's step is an optimizer step of Lightning's.
 In the order in which Lightning calls: `prepare`, `begin`, `take_over`.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,20 +33,17 @@ from fl_lightning.federation.checks.fit import (
     check_validation_interval,
 )
 from fl_lightning.federation.checks.privacy import check_local_steps, check_trainer_private
-from fl_lightning.federation.clients.engine_options import (
-    num_short_clients,
-    trains_in_large_groups,
-)
 from fl_lightning.federation.fit_rounds import FitRounds
-from fl_lightning.federation.groups import RoundGroups, Share
-from fl_lightning.federation.hooks import call_batch_hooks_per_round, keep_groups_from_hooks
+from fl_lightning.federation.hooks import keep_groups_from_hooks
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import DrawsBatches, LocalWork
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.round_cohorts import RoundCohorts, Share
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
-from fl_lightning.federation.stages.devices import VirtualTime
+from fl_lightning.federation.stages.asynchrony import ArrivingCohort
+from fl_lightning.federation.stages.devices import simulated_time
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_ledger import PrivateStage
@@ -62,7 +57,7 @@ from fl_lightning.server.server import Server, as_aggregator
 def prepare(
     trainer: Trainer, module: LightningModule, options: Options, cleanup: ExitStack
 ) -> Calendar:
-    """Replace batches by groups of clients in Lightning's loop, until the fit is over.
+    """Replace batches by the clients of a round in Lightning's loop, until the fit is over.
 
     Raises:
         ConfigurationError: for settings that cannot be federated, all at once.
@@ -79,12 +74,12 @@ def prepare(
     if options.attackers is not None:
         options.attackers.enter(data)
         cleanup.callback(data.poison, [], None)
-    calendar = Calendar.of(trainer, module, options)
+    calendar = Calendar(trainer, options)
     planned_batches = int(calendar.num_batches.max(initial=0))
     count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
-    data.train_in_rounds(calendar.groups)
+    data.train_in_rounds(calendar.cohorts)
     cleanup.callback(data.train_in_rounds, None)
-    # so that Lightning counts rounds; the limit counts clients, not groups of them
+    # so that Lightning counts rounds; the limit counts clients
     limit = 1.0 if trainer.limit_train_batches else trainer.limit_train_batches
     for name, value in {"log_every_n_steps": 1, "limit_train_batches": limit}.items():
         cleanup.callback(setattr, trainer, name, getattr(trainer, name))
@@ -95,71 +90,67 @@ def prepare(
     return calendar
 
 
-@dataclass(frozen=True)
 class Calendar:
-    """Schedule of one fit: the clients of each round, and how much each client trains."""
+    """Schedule of one fit: the clients of each round, how much each of them trains, and simulated time.
 
-    groups: RoundGroups  # of clients, round by round
-    num_steps: Integers  # local steps of every client's round, shape (num_clients,)
-    num_batches: Integers  # local batches of every client's round, shape (num_clients,)
-    accumulate: int  # batches of a local step; an epoch's last step takes those that are left
-    time: VirtualTime  # simulated time, if any
+    Args:
+        trainer: the Trainer, whose data are set up.
+        options: of the federation.
 
-    @property
-    def planned_steps(self) -> int:
-        """Local steps per round as schedules count them: those of the client with the most."""
-        return max(1, int(self.num_steps.max(initial=0)))
+    Raises:
+        ConfigurationError: for cohorts that can never be large enough, and validation that would never run.
 
-    @classmethod
-    def of(cls, trainer: Trainer, module: LightningModule, options: Options) -> Calendar:
-        """Return the calendar of a Trainer whose data are set up.
+    Attributes:
+        cohorts: the clients of each round.
+        num_steps: local steps of every client's round, shape (num_clients,).
+        num_batches: local batches of every client's round, shape (num_clients,).
+        accumulate: batches of a local step; an epoch's last step takes those that are left.
+        fleet: the clients' simulated devices, see `simulated_time`.
+        arrivals: order of arrivals at an asynchronous server, see `simulated_time`.
+    """
 
-        Raises:
-            ConfigurationError: for cohorts that can never be large enough, and validation that would never
-                run.
-        """
+    def __init__(self, trainer: Trainer, options: Options) -> None:
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         accumulate, sizes = trainer.accumulate_grad_batches, data.clients.num_examples
         drop_last = data.drop_last and options.example_privacy is None
         per_epoch = local_work(sizes, data.batch_size, drop_last=drop_last, num_epochs=1)
-        num_steps = (
+        self.accumulate: int = accumulate
+        self.num_steps: Integers = (
             np.full_like(per_epoch, options.local_steps)
             if options.local_steps
             else (options.local_epochs or 1) * -(-per_epoch // accumulate)
         )
-        batches = batches_of_steps(num_steps, per_epoch, accumulate)
-        time = VirtualTime.of(
-            options.devices,
-            options.asynchronous,
-            num_steps,
-            options.seed,
-            elsewhere=options.clients_side is not None,
-        )
-        aggregator, privacy = as_aggregator(options.aggregator), options.client_privacy
-        fewest = 1
+        self.num_batches = batches_of_steps(self.num_steps, per_epoch, accumulate)
+        self.fleet, self.arrivals = simulated_time(options, self.num_steps)
+        cohort, aggregator = options.cohort, as_aggregator(options.aggregator)
+        if options.asynchronous is not None:
+            cohort = ArrivingCohort(self.arrivals, options.asynchronous.buffer_size)
+        fewest, privacy = 1, options.client_privacy
         if aggregator.protection is not None:
             fewest = max(FEWEST_CLIENTS, (privacy and privacy.min_shares) or 0)
         ranks = trainer.world_size
-        groups = RoundGroups(
-            time.cohort or options.cohort,
+        self.cohorts = RoundCohorts(
+            cohort,
             Population(sizes),
             options.seed,
-            share=None if ranks == 1 else Share(batches, trainer.global_rank, ranks),
-            clients_per_group=_clients_per_group(trainer, module, options, data),
+            share=None if ranks == 1 else Share(self.num_batches, trainer.global_rank, ranks),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )
-        fixed = options.cohort.has_fixed_size
-        most = groups.num_clients if fixed else len(sizes)
+        most = self.cohorts.num_clients if options.cohort.has_fixed_size else len(sizes)
         raise_together(
-            lambda: check_validation_interval(trainer, len(groups)),
+            lambda: check_validation_interval(trainer),
             lambda: check_cohort_size(most, options.min_replies, options.aggregator),
             lambda: check_trusted(options.aggregator, options.cohort, len(sizes)),
         )
         if aggregator.protection is not None:
             terms = Terms(most_clients=most, seed=options.seed, num_processes=ranks)
             aggregator.protection.begin(terms)
-        return cls(groups, num_steps, batches, accumulate, time)
+
+    @property
+    def planned_steps(self) -> int:
+        """Local steps per round as schedules count them: those of the client with the most."""
+        return max(1, int(self.num_steps.max(initial=0)))
 
     def run_of(
         self, trainer: Trainer, options: Options, examples: DrawsBatches | None = None
@@ -168,30 +159,7 @@ class Calendar:
         work = LocalWork(
             options.local_steps, options.local_epochs, self.accumulate, options.seed, examples
         )
-        return Run(trainer, self.groups, work, options.client_memory_gb * 1e9)
-
-
-def _clients_per_group(
-    trainer: Trainer, module: LightningModule, options: Options, data: FederatedDataModule
-) -> int:
-    """Return the number of clients in a group."""
-    if options.clients_per_group is not None:
-        return options.clients_per_group
-    per_epoch = data.clients.num_examples.mean() / data.batch_size
-    of_steps = (options.local_steps or 0) * trainer.accumulate_grad_batches
-    per_client = float(of_steps or per_epoch * (options.local_epochs or 1))
-    rounds: float | None = trainer.max_epochs
-    rounds = math.inf if rounds is None or rounds < 0 else rounds
-    cohort = options.cohort.expected_size(len(data.clients))
-    by_hand = not module.automatic_optimization  # never in slots
-    if not by_hand and trains_in_large_groups(
-        options.engine, module, trainer.strategy.root_device, rounds * cohort * per_client
-    ):
-        return cohort
-    interval = trainer.val_check_interval  # counts groups; 1.0, unlike 1, is the whole round
-    if isinstance(interval, int) or interval != 1.0:
-        return 1
-    return num_short_clients(module, max(1.0, per_client), data.batch_size)
+        return Run(trainer, self.cohorts, work, options.client_memory_gb * 1e9)
 
 
 def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
@@ -209,7 +177,7 @@ def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
     rounds = FitRounds(
         run,
         options,
-        stages_of(run, options, aggregator, calendar.time, private),
+        stages_of(run, options, aggregator, calendar.fleet, calendar.arrivals, private),
         lambda model: Server(model, aggregator, options.server_optimizer, options.server_schedule),
     )
     if options.correction is not None:
@@ -232,7 +200,7 @@ def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tup
     """Return the run and the stages of a site; the server aggregates its updates."""
     run = calendar.run_of(trainer, options)
     aggregator = run_aggregator(trainer, options.aggregator, None)
-    return run, stages_of(run, options, aggregator, calendar.time, None)
+    return run, stages_of(run, options, aggregator, calendar.fleet, calendar.arrivals, None)
 
 
 def private_stage(trainer: Trainer, options: Options, calendar: Calendar) -> PrivateStage | None:
@@ -250,7 +218,7 @@ def private_stage(trainer: Trainer, options: Options, calendar: Calendar) -> Pri
         local = LocalSampling(data.clients.num_examples, data.batch_size, calendar.num_steps)
     secure = aggregator.noise_shares
     if secure is not None and options.cohort.has_fixed_size:
-        fewest = secure.fewest_survivors(calendar.groups.num_clients)
+        fewest = secure.fewest_survivors(calendar.cohorts.num_clients)
     rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
     run = AccountedRun(
         options.cohort,
@@ -279,7 +247,7 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     """Install a run's rounds in Lightning's loop and hooks, until the fit is over."""
     cleanup.callback(run.step.use, ())
     counts_of(trainer).planned_batches = 0
-    trainer.accumulate_grad_batches = len(run.groups)  # global_step counts rounds
+    trainer.accumulate_grad_batches = 1  # global_step counts rounds
     install(trainer, rounds)
     filters = list(warnings.filters)  # not `catch_warnings`, which would also restore `showwarning`
     cleanup.callback(setattr, warnings, "filters", filters)
@@ -291,4 +259,3 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     owners: tuple[Any, ...] = (run.module, run.data)
     for owner in owners:
         keep_groups_from_hooks(owner, cleanup)
-    call_batch_hooks_per_round(trainer, run.groups, cleanup)

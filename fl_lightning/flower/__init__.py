@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fl_lightning.flower.transport.apps import make_client_app, make_server_app
-    from fl_lightning.flower.transport.channel import Channel, Lost
+    from fl_lightning.flower.transport.channel import Channel
 
-__all__ = ["Channel", "Lost", "make_client_app", "make_server_app"]
+__all__ = ["Channel", "make_client_app", "make_server_app"]
 
 _HOMES = {
     "Channel": "fl_lightning.flower.transport.channel",
-    "Lost": "fl_lightning.flower.transport.channel",
     "make_client_app": "fl_lightning.flower.transport.apps",
     "make_server_app": "fl_lightning.flower.transport.apps",
 }

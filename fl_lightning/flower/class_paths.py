@@ -96,11 +96,15 @@ def checked(configuration: Any, patterns: Sequence[str]) -> Any:
         fl_lightning.flower.class_paths.Refused: model.class_path: 'os.system' is not allowed at this \
 site. Add it to classes in site.yaml if you trust it, or leave it out.
     """
-    full = _with_full_paths(configuration, ())
-    named = list(dict.fromkeys(_named(full, ())))
+    found: list[tuple[Place, str]] = []
+    full = _with_full_paths(configuration, (), found)
+    named = list(dict.fromkeys(found))
     for place, path in named:
         if not _matches(path, patterns):
-            raise _refusal(place, path)
+            raise Refused(
+                f"{'.'.join(place)}: {shown(path)} is not allowed at this site. Add it to classes in "
+                "site.yaml if you trust it, or leave it out."
+            )
     for place, path in named:
         if path not in patterns and not _is_known_kind(path, patterns):
             raise Refused(
@@ -111,31 +115,32 @@ site. Add it to classes in site.yaml if you trust it, or leave it out.
     return full
 
 
-def _refusal(place: Place, path: str) -> Refused:
-    return Refused(
-        f"{'.'.join(place)}: {shown(path)} is not allowed at this site. Add it to classes in "
-        "site.yaml if you trust it, or leave it out."
-    )
+def _with_full_paths(value: Any, place: Place, named: list[tuple[Place, str]]) -> Any:
+    """Replace short names of fl_lightning's classes by full paths, and check the form of a configuration.
 
-
-def _with_full_paths(value: Any, place: Place) -> Any:
-    """Replace short names of fl_lightning's classes by full paths, and check the form of a configuration."""
+    Args:
+        value: part of the configuration.
+        place: names of the options above it.
+        named: gets each class path, and each part of a text that may be one, with its place.
+    """
     if len(place) > MOST_DEPTH:
         raise Refused(f"{'.'.join(place[:3])}… is nested deeper than {MOST_DEPTH}: make it flatter")
-    if place[-1:] == ("class_path",) and value is not None:
-        return _full_path(value, place)
+    is_path = place[-1:] == ("class_path",)
+    if is_path and value is not None:
+        value = _full_path(value, place)
+    elif place[:1] == ("federation",) and type(value) is str and value in own_names():
+        is_path, value = True, own_names()[value]  # the parser would look in everything imported
     if type(value) is dict:
         return {
-            _key(name, place): _with_full_paths(v, (*place, str(name))) for name, v in value.items()
+            _key(name, place): _with_full_paths(inner, (*place, str(name)), named)
+            for name, inner in value.items()
         }
     if type(value) is list:
-        return [_with_full_paths(v, (*place, str(at))) for at, v in enumerate(value)]
-    if type(value) is not str:
-        if value is None or type(value) in (bool, int, float):
-            return value
+        return [_with_full_paths(v, (*place, str(at)), named) for at, v in enumerate(value)]
+    if type(value) is str:
+        named += [(place, path) for path in ([value] if is_path else _in_text(value, place))]
+    elif value is not None and type(value) not in (bool, int, float):
         raise Refused(f"{'.'.join(place)}: {type(value).__name__} is no value of a configuration")
-    if place[:1] == ("federation",) and value in own_names():
-        return own_names()[value]  # the parser would look for the name in everything imported
     return value
 
 
@@ -173,19 +178,6 @@ def _is_option(name: str, path: str) -> bool:
         found, LightningDataModule
     )  # a site's are its own
     return inspect.isclass(found) and not is_data and name not in _NO_OPTIONS
-
-
-def _named(value: Any, place: Place) -> Iterator[tuple[Place, str]]:
-    """Yield each class path in a configuration, and each text that may be one, with its place."""
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, inner in items:
-            yield from _named(inner, (*place, str(name)))
-    elif isinstance(value, str):
-        if place[-1:] == ("class_path",):
-            yield place, value
-        else:
-            yield from ((place, path) for path in _in_text(value, place))
 
 
 def _in_text(text: str, place: Place) -> Iterator[str]:

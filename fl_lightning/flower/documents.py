@@ -19,9 +19,9 @@ The field ``tensors`` of a message is sent beside the document.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -52,8 +52,17 @@ def check_fields(message: Any) -> None:
     Raises:
         MessageError: naming the field.
     """
+    for error in errors_in(message):
+        raise MessageError(error)
+
+
+def errors_in(message: Any) -> Iterator[str]:
+    """Yield an error for each field of a message with a value that its annotation does not allow."""
     for name, kind in _kinds(type(message)).items():  # type: ignore[arg-type]
-        _check(name, getattr(message, name), kind)
+        try:
+            _check(name, getattr(message, name), kind)
+        except MessageError as error:
+            yield str(error)
 
 
 def document_of(message: Any) -> dict[str, Any]:
@@ -120,7 +129,7 @@ def _check(what: str, value: Any, kind: Any) -> None:
 def _check_parts(what: str, value: Any, origin: Any, parts: tuple[Any, ...]) -> None:
     if origin is tuple:
         if type(value) is not tuple:
-            raise MessageError(f"{what} must be a tuple, got {shown(value)}")
+            raise MessageError(f"{what} must be a list, in Python a tuple, got {shown(value)}")
         for each in value:
             _check(f"{what}: each", each, parts[0])
         return
@@ -199,6 +208,7 @@ def _check_tensors(what: str, tensors: Any) -> None:
 
 
 Number = Annotated[int, check_whole]
+Positive = Annotated[int, partial(check_whole, least=1)]
 Real = Annotated[float, check_number]
 Options = Annotated[Mapping[str, Any], lambda what, options: check_options(options)]
 Tensors = Annotated[Mapping[str, Tensor], _check_tensors]

@@ -139,7 +139,7 @@ def package_version() -> str:
     return version("fl_lightning")
 
 
-def check_site(name: Any) -> str:
+def check_site(name: Any, what: str = "site") -> str:
     """Check the name of a site, which folders and files have as well, and return it.
 
     Example:
@@ -151,7 +151,7 @@ the first a letter or digit, got '../etc'
     """
     if type(name) is not str or not _SITE.fullmatch(name):
         raise MessageError(
-            "site must be 1 to 63 letters, digits, _, . or -, the first a letter or digit, "
+            f"{what} must be 1 to 63 letters, digits, _, . or -, the first a letter or digit, "
             f"got {shown(name)}"
         )
     return name
@@ -160,14 +160,14 @@ the first a letter or digit, got '../etc'
 def _check_clients(what: str, clients: Any) -> None:
     """Refuse a value that is not a tuple of different clients."""
     if type(clients) is not tuple:
-        raise MessageError(f"{what} must be a tuple, got {shown(clients)}")
+        raise MessageError(f"{what} must be a list, in Python a tuple, got {shown(clients)}")
     for client in clients:
         check_whole(f"{what}: each", client)
     if len(set(clients)) < len(clients):
         raise MessageError(f"{what} must be different, got {shown(clients)}")
 
 
-Site = Annotated[str, lambda what, name: check_site(name)]
+Site = Annotated[str, lambda what, name: check_site(name, what)]
 Clients = Annotated[tuple[int, ...], _check_clients]
 Digest = Annotated[str, partial(check_hex, digits=64)]
 Kind = Literal["hello", "calibrate", "train", "sum", "evaluate", "stop"]

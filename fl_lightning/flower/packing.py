@@ -34,7 +34,7 @@ from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation import Transport
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.sparsity.masks.mask import Mask
-from fl_lightning.updates.message import Agreement, Message, decode, encode
+from fl_lightning.updates.message import Agreement, Message, MessageKind, decode, encode
 from fl_lightning.updates.payload import Dense
 
 _NO_MASK = "0" * 32
@@ -96,15 +96,9 @@ class Packing:
             MessageError: if there are no bytes, or if they are not an update of this client, this round,
                 this space and these numbers.
         """
-        agreement = Agreement(
-            kind="update",
-            space=self._agreed,
-            round_index=round_index,
-            num_params=self._path.num_sent(self._space.size),
-            num_buffers=self._num_buffers_up,
-            transforms=self._path.names,
-        )
-        message = decode(bytes_of(data), agreement)
+        num_params, names = self._path.num_sent(self._space.size), self._path.names
+        agreed = self._agreement("update", round_index, num_params, self._num_buffers_up, names)
+        message = decode(bytes_of(data), agreed)
         found = message.client_id, message.num_examples, message.num_steps
         if found != (answer.client, answer.num_examples, answer.num_steps):
             raise MessageError(
@@ -121,69 +115,58 @@ class Packing:
             raise MessageError("the update has numbers that are too large")
         return update
 
-    def model(self, model: GlobalModel, round_index: int) -> Tensor:
-        """Return the bytes of a model, uint8 of shape (n,), compressed as configured."""
-        sent = self._broadcast.send(model.params, model.buffers, round_index)
+    def model(self, model: GlobalModel, round_index: int, *, whole: bool = False) -> Tensor:
+        """Return the bytes of a model, uint8 of shape (n,), compressed as configured unless ``whole``."""
+        payload = None
+        names: tuple[str, ...] = ()
+        if not whole:
+            payload = self._broadcast.send(model.params, model.buffers, round_index).payload
+            names = self._broadcast.names
         message = Message(
             "model",
             space=self._agreed,
             round_index=round_index,
             client_id=0,
-            params=Dense(model.params) if sent.payload is None else sent.payload,
+            params=Dense(model.params) if payload is None else payload,
             buffers=Dense(model.buffers),
-            transforms=self._broadcast.names,
+            transforms=names,
         )
         return as_tensor(encode(message))
 
-    def whole_model(self, model: GlobalModel, round_index: int) -> Tensor:
-        """Return the bytes of a model, uint8 of shape (n,), without compression."""
-        message = Message(
-            "model",
-            space=self._agreed,
-            round_index=round_index,
-            client_id=0,
-            params=Dense(model.params),
-            buffers=Dense(model.buffers),
-        )
-        return as_tensor(encode(message))
-
-    def opened_whole_model(self, data: Tensor, round_index: int) -> GlobalModel:
-        """Decode the bytes of `whole_model`.
+    def opened_model(self, data: Tensor, round_index: int, *, whole: bool = False) -> GlobalModel:
+        """Decode the bytes of `model`, such as the model from which the clients of a round start.
 
         Raises:
             MessageError: for bytes that are not one of this round and this space.
         """
-        message = self._message_of_model(data, round_index, self._space.size, ())
-        return self._opened(message.params.to_dense(), message)
+        size, device = self._space.size, self._space.device
+        num_params = size if whole else self._broadcast.num_sent(size)
+        names = () if whole else self._broadcast.names
+        agreed = self._agreement("model", round_index, num_params, self._num_buffers, names)
+        message = decode(bytes_of(data), agreed)
+        if whole:
+            params = message.params.to_dense()
+        else:
+            params = self._broadcast.opened(message.params, round_index, self._like)
+        self._check(params)
+        return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
 
-    def opened_model(self, data: Tensor, round_index: int) -> GlobalModel:
-        """Decode the bytes of `model`: the model from which the clients of a round start.
-
-        Raises:
-            MessageError: for bytes that are not one of this round and this space.
-        """
-        num_params = self._broadcast.num_sent(self._space.size)
-        message = self._message_of_model(data, round_index, num_params, self._broadcast.names)
-        params = self._broadcast.opened(message.params, round_index, self._like)
-        return self._opened(params, message)
-
-    def _message_of_model(
-        self, data: Tensor, round_index: int, num_params: int, transforms: tuple[str, ...]
-    ) -> Message:
-        agreement = Agreement(
-            kind="model",
+    def _agreement(
+        self,
+        kind: MessageKind,
+        round_index: int,
+        num_params: int,
+        num_buffers: int,
+        names: tuple[str, ...],
+    ) -> Agreement:
+        return Agreement(
+            kind=kind,
             space=self._agreed,
             round_index=round_index,
             num_params=num_params,
-            num_buffers=self._num_buffers,
-            transforms=transforms,
+            num_buffers=num_buffers,
+            transforms=names,
         )
-        return decode(bytes_of(data), agreement)
-
-    def _opened(self, params: Tensor, message: Message) -> GlobalModel:
-        self._check(params)
-        device = self._space.device
-        return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
 
     def _check(self, vector: Tensor) -> None:
         if vector.shape != (self._space.size,) or vector.dtype != self._space.dtype:

@@ -28,28 +28,59 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fl_lightning.core.errors import ConfigurationError, raise_together
-from fl_lightning.core.plain_json import MessageError, shown
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.plain_json import MessageError, check_hex, check_whole, shown
 from fl_lightning.core.yaml_files import read
 from fl_lightning.flower.class_paths import DEFAULT, Refused, checked
+from fl_lightning.flower.documents import Positive, errors_in
 from fl_lightning.flower.layers import laid_over, shared_part, without_callbacks
-from fl_lightning.flower.messages import check_site
+from fl_lightning.flower.messages import Site
 from fl_lightning.flower.site.ledger import PrivacyBudget
 
 __all__ = ["Policy", "Refused"]
 
 KEY_SIZE = 32  # bytes
 MOST_THREADS, MOST_ROUNDS, MOST_CLIENTS = 64, 1_000_000, 10_000_000
-MOST_SOCKET_CHARACTERS = 100  # the system's limit is 107 bytes
-_KEY = re.compile(r"[0-9a-f]{64}")
 _PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
+
+
+def _check_clients(what: str, clients: Any) -> None:
+    is_table = isinstance(clients, Mapping) and len(clients) > 0
+    numbers = [*clients.keys(), *clients.values()] if is_table else [None]
+    if any(type(n) is not int or n < 0 for n in numbers):
+        raise MessageError(
+            f"{what} must be a list of global ids, or a mapping from them to places in the site's "
+            f"data, whole numbers from 0, at least one, got {shown(clients)}"
+        )
+    if len(set(clients.values())) < len(clients):
+        raise MessageError(f"{what} must have places of their own, got {shown(clients)}")
+
+
+def _check_path(what: str, path: Any) -> None:
+    if not isinstance(path, str | Path) or not str(path):
+        raise MessageError(f"{what} must be a path, got {shown(path)}")
+
+
+def _check_key_file(what: str, file: Any) -> None:
+    if not isinstance(file, Path) or not file.is_file() or file.stat().st_size != KEY_SIZE:
+        raise MessageError(
+            f"{what} must be a file of {KEY_SIZE} bytes, as network init writes it, got "
+            f"{str(file) if isinstance(file, Path) else shown(file)}"
+        )
+
+
+def _check_pattern(what: str, pattern: Any) -> None:
+    if type(pattern) is not str or not _PATTERN.fullmatch(pattern) or "." not in pattern:
+        raise MessageError(
+            f"{what} must be a full path like my_project.Net, or a package like my_project.*, got "
+            f"{shown(pattern)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,44 +114,31 @@ class Policy:
         ConfigurationError: naming all values that are out of range.
     """
 
-    name: str
-    clients: Mapping[int, int]
-    socket: Path
-    memory: Path
+    name: Site
+    clients: Annotated[Mapping[int, int], _check_clients]
+    socket: Annotated[Path, _check_path]
+    memory: Annotated[Path, _check_path]
     server: str = ""
-    fewest_in_secure_sum: int = 3
+    fewest_in_secure_sum: Annotated[int, partial(check_whole, least=2)] = 3
     most_epsilon: PrivacyBudget | None = None
     log_unprotected: bool = False
     metrics: tuple[str, ...] = ("*",)
-    most_bytes: int = 2_000_000_000
-    most_steps: int = 100_000
-    most_parameters: int = 2_000_000_000
-    most_minutes: int = 720
-    classes: tuple[str, ...] = DEFAULT
-    signing_key: Path | None = None
-    sum_key: Path | None = None
-    peers: Mapping[str, str] = field(default_factory=dict)
+    most_bytes: Positive = 2_000_000_000
+    most_steps: Positive = 100_000
+    most_parameters: Positive = 2_000_000_000
+    most_minutes: Positive = 720
+    classes: tuple[Annotated[str, _check_pattern], ...] = DEFAULT
+    signing_key: Annotated[Path, _check_key_file] | None = None
+    sum_key: Annotated[Path, _check_key_file] | None = None
+    peers: Mapping[str, Annotated[str, partial(check_hex, digits=64)]] = field(default_factory=dict)
     seeded_noise: bool = False
 
     def __post_init__(self) -> None:
-        raise_together(
-            partial(_check_name, self.name),
-            partial(_check_clients, self.clients),
-            partial(_check_socket, self.socket),
-            partial(_check_whole, "fewest_in_secure_sum", self.fewest_in_secure_sum, 2, "clients"),
-            partial(_check_budget, self.most_epsilon, self.seeded_noise),
-            partial(_check_yes, "log_unprotected", self.log_unprotected),
-            partial(_check_yes, "seeded_noise", self.seeded_noise),
-            partial(_check_texts, "metrics", self.metrics),
-            partial(_check_whole, "most_bytes", self.most_bytes, 1, "bytes"),
-            partial(_check_whole, "most_steps", self.most_steps, 1, "steps"),
-            partial(_check_whole, "most_parameters", self.most_parameters, 1, "numbers"),
-            partial(_check_whole, "most_minutes", self.most_minutes, 1, "minutes"),
-            partial(_check_patterns, self.classes),
-            partial(_check_peers, self.peers),
-            partial(_check_key_file, "signing_key", self.signing_key),
-            partial(_check_key_file, "sum_key", self.sum_key),
-        )
+        errors = list(errors_in(self))
+        if self.seeded_noise is True and self.most_epsilon is not None:
+            errors.append("seeded_noise protects nobody: leave it out, or most_epsilon")
+        if errors:
+            raise ConfigurationError("\n".join(errors))
 
     @property
     def public_key(self) -> str:
@@ -240,88 +258,6 @@ def check_most(what: str, number: Any, most: float) -> None:
         raise Refused(f"{what} is {given:g} in the server's configuration, at most {most} here")
 
 
-def _check_name(name: Any) -> None:
-    try:
-        check_site(name)
-    except MessageError as error:
-        raise ConfigurationError(f"name: {error}") from None
-
-
-def _check_clients(clients: Any) -> None:
-    is_table = isinstance(clients, Mapping) and len(clients) > 0
-    numbers = [*clients.keys(), *clients.values()] if is_table else [None]
-    if any(type(n) is not int or n < 0 for n in numbers):
-        raise ConfigurationError(
-            "clients must be a list of global ids, or a mapping from them to places in the site's "
-            f"data, whole numbers from 0, at least one, got {shown(clients)}"
-        )
-    if len(set(clients.values())) < len(clients):
-        raise ConfigurationError(f"clients must have places of their own, got {shown(clients)}")
-
-
-def _check_peers(peers: Any) -> None:
-    is_table = isinstance(peers, Mapping) and all(type(key) is str for key in peers.values())
-    if not is_table or not all(_KEY.fullmatch(key) for key in peers.values()):
-        raise ConfigurationError(
-            "peers must be a mapping from names of sites to 64 hexadecimal digits each, got "
-            f"{shown(peers)}"
-        )
-
-
-def _check_key_file(name: str, file: Any) -> None:
-    if file is None:
-        return
-    is_path = isinstance(file, Path)
-    if not is_path or not file.is_file() or file.stat().st_size != KEY_SIZE:
-        raise ConfigurationError(
-            f"{name} must be a file of {KEY_SIZE} bytes, as network init writes it, got "
-            f"{str(file) if is_path else shown(file)}"
-        )
-
-
-def _check_socket(socket: Path) -> None:
-    if len(str(socket).encode()) > MOST_SOCKET_CHARACTERS:
-        raise ConfigurationError(
-            f"socket: {str(socket)!r} has more than {MOST_SOCKET_CHARACTERS} characters, which a Unix "
-            "socket cannot have: give a shorter path"
-        )
-
-
-def _check_whole(name: str, value: Any, least: int, unit: str) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigurationError(
-            f"{name} must be a whole number of {unit}, at least {least}, got {shown(value)}"
-        )
-
-
-def _check_budget(budget: Any, seeded_noise: Any) -> None:
-    if budget is not None and not isinstance(budget, PrivacyBudget):
-        PrivacyBudget.of(budget)
-        raise ConfigurationError(f"most_epsilon must be a PrivacyBudget, got {shown(budget)}")
-    if budget is not None and seeded_noise:
-        raise ConfigurationError("seeded_noise protects nobody: leave it out, or most_epsilon")
-
-
-def _check_yes(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise ConfigurationError(f"{name} must be true or false, got {shown(value)}")
-
-
-def _check_texts(name: str, texts: Any) -> None:
-    if type(texts) is not tuple or any(type(text) is not str or not text for text in texts):
-        raise ConfigurationError(f"{name} must be a list of texts, got {shown(texts)}")
-
-
-def _check_patterns(patterns: Any) -> None:
-    _check_texts("classes", patterns)
-    for pattern in patterns:
-        if not _PATTERN.fullmatch(pattern) or "." not in pattern:
-            raise ConfigurationError(
-                "classes must be full paths like my_project.Net, or packages like my_project.*, got "
-                f"{shown(pattern)}"
-            )
-
-
 def read_policy(path: str | Path) -> Policy:
     """Read the policy of a site from a file.
 
@@ -347,19 +283,14 @@ def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Convert the values of a file to the types of `Policy`, which checks values of other types."""
     found = dict(given)
     found["clients"] = _table(found["clients"])
-    for name in ("socket", "memory"):
-        if not isinstance(found[name], str) or not found[name]:
-            raise ConfigurationError(f"{name} must be a path, got {shown(found[name])}")
-        found[name] = folder / Path(found[name]).expanduser()
-    for name in ("signing_key", "sum_key"):
-        if isinstance(found.get(name), str):
+    for name in ("socket", "memory", "signing_key", "sum_key"):
+        if isinstance(found.get(name), str) and found[name]:
             found[name] = folder / Path(found[name]).expanduser()
     for name, first in (("metrics", ()), ("classes", DEFAULT)):
         if isinstance(found.get(name), list):
             found[name] = (*first, *found[name])
     if found.get("most_epsilon") is not None:
-        with suppress(ConfigurationError):  # `Policy` says it, with all that is wrong
-            found["most_epsilon"] = PrivacyBudget.of(found["most_epsilon"])
+        found["most_epsilon"] = PrivacyBudget.of(found["most_epsilon"])
     return found
 
 

@@ -23,13 +23,12 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from fl_lightning.core.container import write
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import check_whole
-from fl_lightning.flower.documents import Number, check_fields, read_document
+from fl_lightning.flower.documents import check_fields, read_document
 from fl_lightning.flower.messages import Clients, Order, Site
 from fl_lightning.flower.server.greeting import SiteFacts
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys
-from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
 from fl_lightning.secure.protocol.keys import Directory
 from fl_lightning.secure.protocol.session import Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
@@ -42,10 +41,11 @@ TRAINED_ON = "trained_on"  # a rule of a sum, beside those of `rules_of`
 
 
 @dataclass(frozen=True)
-class SecureSettings:
-    """Settings of a secure sum: its session and clients.
+class SecureStage:
+    """Options of an order of a secure sum.
 
-    Args:
+    Attributes:
+        stage: number of the `ProtocolStage`.
         session: session of the protocol.
         clients: global id of each client, in the order of their places in the session.
         sites: name of the site of each client.
@@ -54,6 +54,7 @@ class SecureSettings:
         ValueError: if the numbers of clients differ, or a client is named twice.
     """
 
+    stage: Annotated[int, partial(check_whole, most=4)]
     session: Session
     clients: Clients
     sites: tuple[str, ...]
@@ -66,31 +67,11 @@ class SecureSettings:
                 f"the session is of {number} clients, got {len(self.clients)} at {len(self.sites)} sites"
             )
 
-    def place(self, client: int) -> int:
-        """Return the place of a client in the session; ValueError if it has none."""
-        return self.clients.index(client)
-
     def directory(self, keys: Mapping[str, bytes]) -> Directory | None:
         """Return the public keys of clients by place, from those of sites; None if nothing is signed."""
         if not self.session.active:
             return None
         return Directory({at: keys.get(site, b"") for at, site in enumerate(self.sites)})
-
-
-@dataclass(frozen=True)
-class SecureStage:
-    """Options of an order of a secure sum.
-
-    Attributes:
-        stage: number of the `ProtocolStage`.
-        sum: settings of the sum.
-    """
-
-    stage: Annotated[int, partial(check_whole, most=4)]
-    sum: SecureSettings
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def rules_of(secure_sum: SecureSum) -> dict[str, Any]:
@@ -139,60 +120,19 @@ def session_by(rules: Mapping[str, Any], given: Session) -> Session:
 
 
 @dataclass(frozen=True)
-class EncryptedSettings:
-    """Settings of an encrypted sum: its round and clients, and the site that decrypts it.
-
-    Attributes:
-        run: id of the run.
-        round: number of the round.
-        size: number of coordinates of a vector.
-        degree: degree of CKKS, see `CKKSParameters`.
-        opener: name of the site that decrypts the sum.
-        clients: clients of the round that have trained.
-
-    Raises:
-        ValueError: for values out of range.
-    """
-
-    run: str
-    round: Number
-    size: Number
-    degree: int
-    opener: Site
-    clients: Clients
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _ = self.parameters
-
-    @property
-    def parameters(self) -> CKKSParameters:
-        """Parameters of CKKS."""
-        return CKKSParameters(degree=self.degree)
-
-    def layout(self, sealed_key: bytes, trained_on: str) -> CKKSLayout:
-        """Return the layout of messages, bound to the run, the round, the key and the opener.
-
-        Args:
-            sealed_key: encrypted key of the run.
-            trained_on: hash of the order that clients trained with, see `trained_on`.
-        """
-        purpose = f"{self.run} {self.opener} {sha256(sealed_key).hexdigest()} {trained_on}".encode()
-        return CKKSLayout(self.size, None, self.parameters, self.round, purpose)
-
-
-@dataclass(frozen=True)
 class EncryptedStage:
-    """Options of an order of an encrypted sum.
+    """Options of an order of an encrypted sum; a site knows the parameters of CKKS from its configuration.
 
     Attributes:
         stage: ``key``: make the key of the run; ``encrypt``: send encrypted vectors; ``open``: decrypt the sum.
-        sum: settings of the sum.
+        opener: name of the site that decrypts the sum.
+        clients: clients of the round that have trained.
         senders: clients whose vectors are in the sum to decrypt.
     """
 
     stage: Literal["key", "encrypt", "open"]
-    sum: EncryptedSettings
+    opener: Site
+    clients: Clients
     senders: tuple[Sender, ...] = ()
 
     def __post_init__(self) -> None:

@@ -37,14 +37,78 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import Draw, Integers
-from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget
-from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of, wide
-from fl_lightning.privacy.noise.noise_source import NoiseSource
 
 # Each band costs a vector of the model's size.
 _MOST_BANDS = 32
+
+
+class BandedGaussian(Mechanism["BandedMatrixDP"]):
+    """Gaussian noise that is correlated over rounds; see `Mechanism`."""
+
+    @override
+    def check(self) -> None:
+        separation = self.run.separation
+        if self.bands > separation:
+            raise ConfigurationError(
+                f"federation.privacy: {self.bands} bands need {self.bands} rounds from one turn of a client "
+                f"to its next, and here some wait only {separation}: lower bands, or set "
+                "federation.cohort to RoundRobinCohort with a smaller size"
+            )
+        _ = self._sums  # too much noise is refused
+
+    @property
+    def bands(self) -> int:
+        """Number of bands of the matrix."""
+        return self.privacy.bands or min(self.run.separation, _MOST_BANDS)
+
+    @cached_property
+    def columns(self) -> Matrix:
+        """Columns of the matrix, see `banded_factor`."""
+        return banded_factor(self.run.planned_rounds, self.bands)
+
+    @cached_property
+    def _sums(self) -> CorrelatedSums:
+        radius = 1.0
+        if self.noise_multiplier:
+            # for updates without a mask: a mask makes them shorter, and the radius no larger
+            radius = Grid.of(self.privacy.clip_norm, self.run.num_coordinates).radius
+        return CorrelatedSums(self.columns, self.noise_multiplier * radius, self.expected * radius)
+
+    @cached_property
+    @override
+    def noise_per_round(self) -> float:
+        return self.noise_multiplier * noise_of_rounds(self.columns)
+
+    def __str__(self) -> str:
+        rounds = self.run.planned_rounds
+        return (
+            f"unit: client, one client added or removed; turns of {self.run.most_turns(rounds)} in {rounds} "
+            f"rounds at least {self.run.separation} apart, {self.bands} bands"
+        )
+
+    @property
+    @override
+    def release_cost(self) -> ReleaseCost:
+        return ReleaseCost(GRID_COST, self.noise_multiplier**2)
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return a row of Z, in integer steps of the finer grid of C G."""
+        return noise_of(self.noise_multiplier * grid.radius * self._sums.scale, size, draw)
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum of the round with the next row of the correlated noise."""
+        return self._sums.next(total, noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last rows of sums and of released sums."""
+        return self._sums.state_dict()
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums.load_state_dict(state)
 
 
 @final
@@ -71,12 +135,14 @@ class BandedMatrixDP(Privacy):
 
     Example:
         >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
-        >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
+        >>> from fl_lightning.privacy.mechanism import AccountedRun
         >>> privacy = BandedMatrixDP(clip_norm=1.0, noise_multiplier=4.0)
         >>> run = AccountedRun(RoundRobinCohort(size=10), num_clients=100, num_rounds=20, seed=0)
-        >>> print(privacy.mechanism(run, SeededNoise(0)))
+        >>> print(privacy.mechanism(run))
         unit: client, one client added or removed; turns of 2 in 20 rounds at least 10 apart, 10 bands
     """
+
+    kind = BandedGaussian
 
     bands: int | None = None
     log_unprotected: bool = True
@@ -84,81 +150,6 @@ class BandedMatrixDP(Privacy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("federation.privacy: bands", self.bands, "at least 1")
-
-    def mechanism(
-        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> Mechanism:
-        """Return the matrix mechanism; raise if a client trains twice within ``bands`` rounds."""
-        bands = self.bands or min(run.separation, _MOST_BANDS)
-        if bands > run.separation:
-            raise ConfigurationError(
-                f"federation.privacy: {bands} bands need {bands} rounds from one turn of a client "
-                f"to its next, and here some wait only {run.separation}: lower bands, or set "
-                "federation.cohort to RoundRobinCohort with a smaller size"
-            )
-        share = 1 / (GRID_COST * math.sqrt(run.most_turns(run.planned_rounds)))
-        noise = self.noise(
-            noise_multiplier, lambda budget: gaussian_noise_for_budget(share, budget, self.delta)
-        )
-        columns = banded_factor(run.planned_rounds, bands)
-        grid = Grid.of(self.clip_norm, run.num_coordinates) if noise else None
-        return BandedGaussian(columns, run, self.delta, noise, run.expected_cohort, grid)
-
-
-@dataclass
-class BandedGaussian(Mechanism):
-    """Gaussian noise that is correlated over rounds; see `Mechanism`."""
-
-    columns: Matrix
-    run: AccountedRun
-    delta: float
-    noise_multiplier: float
-    expected: float
-    grid: Grid | None = None
-
-    def __post_init__(self) -> None:
-        # for updates without a mask: a mask makes them shorter, and the radius no larger
-        radius = 1.0 if self.grid is None else self.grid.radius
-        stddev = self.noise_multiplier * radius
-        self._sums = CorrelatedSums(self.columns, stddev, self.expected * radius)
-
-    @cached_property
-    @override
-    def noise_per_round(self) -> float:
-        return self.noise_multiplier * noise_of_rounds(self.columns)
-
-    def __str__(self) -> str:
-        rounds, bands = self.columns.shape
-        return (
-            f"unit: client, one client added or removed; turns of {self.run.most_turns(rounds)} in {rounds} "
-            f"rounds at least {self.run.separation} apart, {bands} bands"
-        )
-
-    @override
-    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        turns = self.run.most_turns(rounds)
-        ratio = self.noise_multiplier / GRID_COST
-        return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
-
-    @override
-    def step(self, clip_norm: float) -> float:
-        return 0.0 if self.grid is None else self.grid.step
-
-    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Return a row of Z, in integer steps of the finer grid of C G."""
-        return noise_of(self.noise_multiplier * grid.radius * self._sums.scale, size, draw)
-
-    def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum of the round with the next row of the correlated noise."""
-        return self._sums.next(total, noise)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last rows of sums and of released sums."""
-        return self._sums.state_dict()
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums.load_state_dict(state)
 
 
 Matrix = npt.NDArray[np.float64]

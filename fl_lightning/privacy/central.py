@@ -8,10 +8,8 @@ Source: McMahan et al. 2018 (1710.06963), Algorithm 1, with accounting by privac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import final
 
 from typing_extensions import override
@@ -22,19 +20,63 @@ from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.privacy.accounting.accountant import (
     Accountant,
     Method,
-    Sampling,
     check_sampler,
-    noise_for_budget,
     sampling_of,
 )
-from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
-from fl_lightning.privacy.noise.grid import GRID_COST, Grid
-from fl_lightning.privacy.noise.noise_source import NoiseSource
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of
 from fl_lightning.privacy.private_mean import (
     AdaptiveClip,
     update_noise_multiplier,
 )
+
+
+class CentralGaussian(Mechanism["CentralDP"]):
+    """Independent Gaussian noise on the sum of every round; see `Mechanism`."""
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sampling = self.sampling = sampling_of(self.run.cohort, self.run.num_clients)
+        ratio = self.noise_multiplier / (sampling.sensitivity * GRID_COST)
+        self.accountant = Accountant(sampling, ratio, self.privacy.accountant)
+        if (adaptive := self.privacy.adaptive_clip) is not None:
+            stddev = adaptive.bits_stddev
+            self.bits_stddev = sampling.expected / 20 if stddev is None else stddev
+
+    @override
+    def check(self) -> None:
+        _ = self.noise_per_round  # too little noise on the count is refused
+
+    @property
+    @override
+    def noise_per_round(self) -> float:
+        if self.bits_stddev is None:
+            return self.noise_multiplier
+        return update_noise_multiplier(self.noise_multiplier, self.bits_stddev)
+
+    def __str__(self) -> str:
+        method = self.accountant.method_used.upper()
+        return f"unit: client, {self.sampling.relation}; {self.sampling}; {method}"
+
+    @override
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        return self.accountant.epsilon(rounds, self.privacy.delta, quick=quick)
+
+    @property
+    @override
+    def release_cost(self) -> ReleaseCost:
+        return ReleaseCost(self.sampling.sensitivity * GRID_COST, self.noise_multiplier**2)
+
+    @property
+    def amplifies(self) -> bool:
+        """True if cohorts are samples."""
+        return self.sampling.kind != "all"
+
+    @override
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        return noise_of(self.noise_per_round * grid.radius, size, draw)
 
 
 @final
@@ -68,12 +110,14 @@ class CentralDP(Privacy):
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
-        >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
+        >>> from fl_lightning.privacy.mechanism import AccountedRun
         >>> privacy = CentralDP(clip_norm=0.5, noise_multiplier=1.0)
         >>> run = AccountedRun(PoissonCohort(fraction=0.1), num_clients=1000, num_rounds=100, seed=0)
-        >>> round(privacy.mechanism(run, SeededNoise(0)).epsilon(rounds=100), 4)
+        >>> round(privacy.mechanism(run).epsilon(rounds=100), 4)
         7.0466
     """
+
+    kind = CentralGaussian
 
     adaptive_clip: AdaptiveClip | None = None
     accountant: Method = "pld"
@@ -93,73 +137,3 @@ class CentralDP(Privacy):
     def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if ε of this cohort sampler is unknown."""
         check_sampler(cohort)
-
-    def mechanism(
-        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> Mechanism:
-        """Return the Gaussian mechanism of a run."""
-        sampling = sampling_of(run.cohort, run.num_clients)
-
-        def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
-            accountant = self._accountant(sampling, noise_multiplier)
-            return accountant.epsilon(run.planned_rounds, self.delta, quick=quick)
-
-        noise = self.noise(noise_multiplier, partial(noise_for_budget, epsilon_of))
-        bits_stddev = None
-        if self.adaptive_clip is not None:
-            bits_stddev = self.adaptive_clip.bits_stddev
-            bits_stddev = sampling.expected / 20 if bits_stddev is None else bits_stddev
-        accountant = self._accountant(sampling, noise)
-        return CentralGaussian(accountant, self.delta, noise, run.num_coordinates, bits_stddev, run)
-
-    def _accountant(self, sampling: Sampling, noise_multiplier: float) -> Accountant:
-        sensitivity = sampling.sensitivity * GRID_COST
-        return Accountant(sampling, noise_multiplier / sensitivity, self.accountant)
-
-
-@dataclass
-class CentralGaussian(Mechanism):
-    """Independent Gaussian noise on the sum of every round; see `Mechanism`."""
-
-    accountant: Accountant
-    delta: float
-    noise_multiplier: float
-    num_coordinates: int = 1
-    bits_stddev: float | None = None
-    run: AccountedRun | None = None
-    expected: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.expected = self.accountant.sampling.expected
-        _ = self.noise_per_round  # too little noise on the count is refused
-
-    @property
-    @override
-    def noise_per_round(self) -> float:
-        if self.bits_stddev is None:
-            return self.noise_multiplier
-        return update_noise_multiplier(self.noise_multiplier, self.bits_stddev)
-
-    def __str__(self) -> str:
-        sampling = self.accountant.sampling
-        method = self.accountant.method_used.upper()
-        return f"unit: client, {sampling.relation}; {sampling}; {method}"
-
-    @override
-    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        return self.accountant.epsilon(rounds, self.delta, quick=quick)
-
-    @property
-    def amplifies(self) -> bool:
-        """True if cohorts are samples."""
-        return self.accountant.sampling.kind != "all"
-
-    def epsilon_if_known(self, rounds: int) -> float:
-        """ε of the client that is sampled most often, if the adversary knows the cohorts."""
-        turns = rounds if self.run is None else self.run.most_turns(rounds)
-        ratio = self.accountant.noise_ratio
-        return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
-
-    @override
-    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        return grid.noise(self.noise_per_round * grid.clip_norm, size, draw)

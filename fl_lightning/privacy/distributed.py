@@ -24,113 +24,46 @@ sampling: a client's ε grows with each round in which it is sampled.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import final
 
 import numpy as np
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import Draw, Integers, Words
 from fl_lightning.data.cohorts.cohort import Cohort
-from fl_lightning.privacy.accounting.accountant import gaussian_noise_for_budget, noise_for_budget
-from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import (
     CHECKED_TO,
     GRID_COST,
-    from_integers,
     noisy,
     norm_bound,
     to_integers,
 )
-from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
+from fl_lightning.server.protected import NoiseShares
 
 # Smallest standard deviation of a share's noise, in steps, and smallest radius of the ball, in √k.
 _FINENESS, _RADIUS = 64.0, 16.0
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class DistributedDP(Privacy):
-    """Distributed differential privacy: protects each client if the server sees only sums of updates.
-
-    Neighbours differ in the data of one client, replaced by any other. The server knows which clients
-    are sampled, so there is no amplification by sampling: a client's ε grows with each of its rounds.
-
-    Args:
-        clip_norm: see `CentralDP`.
-        noise_multiplier: standard deviation z of the noise in the sum, in clip norms, ≥ 0.
-        epsilon: the budget of the client that is sampled most often.
-        delta: see `CentralDP`.
-        min_shares: number of replies whose noise suffices, t ≥ 1; a round with fewer stops the run. If
-            None, the fewest replies of a secure sum, or without one the size of the cohort; required
-            if that varies. Clients that collude with the server contribute no noise.
-        secure_noise: see `CentralDP`.
-        log_unprotected: log values that clients send outside the sum: metrics and norms.
-
-    Raises:
-        ConfigurationError: for values out of range.
-    """
-
-    clients_add_noise = is_for_sums = True
-
-    min_shares: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("federation.privacy: min_shares", self.min_shares, "at least 1")
-
-    def check_cohort(self, cohort: Cohort) -> None:
-        """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""
-        super().check_cohort(cohort)
-        if not cohort.has_fixed_size and self.min_shares is None:
-            raise ConfigurationError(
-                f"federation.privacy: the size of a {type(cohort).__name__} varies, and with it the noise "
-                "that clients add: set min_shares to the smallest number of replies to release"
-            )
-
-    def mechanism(
-        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> Mechanism:
-        """Return the mechanism of the clients' shares of noise."""
-        shares = self.min_shares or run.fewest_survivors or round(run.expected_cohort)
-
-        def made(noise_multiplier: float) -> DistributedSkellam:
-            return DistributedSkellam(
-                source,
-                run,
-                self.delta,
-                noise_multiplier,
-                run.expected_cohort,
-                fewest_replies=shares,
-                size=run.num_coordinates,
-            )
-
-        def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
-            return made(noise_multiplier).epsilon(run.planned_rounds)
-
-        return made(self.noise(noise_multiplier, partial(noise_for_budget, epsilon_of)))
-
-
-@dataclass
-class DistributedSkellam(Mechanism):
+class DistributedSkellam(Mechanism["DistributedDP"]):
     """Shares of Skellam noise; see `Mechanism`."""
 
-    source: NoiseSource
-    run: AccountedRun
-    delta: float
-    noise_multiplier: float
-    expected: float
-    fewest_replies: int = field()  # without the default of the base
-    size: int
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shares = self.privacy.min_shares or self.run.fewest_survivors
+        self.fewest_replies, self.size = shares or round(self.expected), self.run.num_coordinates
 
     @property
-    def shares(self) -> DistributedSkellam:
-        """The mechanism itself."""
+    @override
+    def shares(self) -> NoiseShares:
         return self
 
     @property
@@ -148,21 +81,16 @@ class DistributedSkellam(Mechanism):
         return (self.noise_multiplier * self.radius) ** 2 / self.fewest_replies
 
     @property
+    @override
     def noise_per_round(self) -> float:
-        """Standard deviation of the noise in a sum over an expected cohort, in clip norms."""
         return self.noise_multiplier * math.sqrt(self.expected / self.fewest_replies)
 
     def __str__(self) -> str:
-        bits, rounds = self.num_bits(math.ceil(self.expected)), self.run.planned_rounds
+        bits = self.num_bits(math.ceil(self.expected))
         return (
             "unit: client, its data replaced by any other, towards a server that sees sums of "
-            f"{self.fewest_replies} clients or more ({bits} bits a number); "
-            f"{self.run.most_turns(rounds)} turns in {rounds} rounds; Skellam, RDP"
+            f"{self.fewest_replies} clients or more ({bits} bits a number); Skellam, RDP"
         )
-
-    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return the largest ε of a client after ``rounds`` rounds."""
-        return composed_epsilon({self.release_cost: self.run.most_turns(rounds)}, self.delta)
 
     @property
     def release_cost(self) -> ReleaseCost:
@@ -199,16 +127,58 @@ class DistributedSkellam(Mechanism):
 
     def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
         """Convert a sum of integers into floating point, with the dtype of ``like``."""
-        return from_integers(numbers, self.step(clip_norm), like)
+        return torch.from_numpy(numbers * self.step(clip_norm)).to(like)
 
     @property
     def rounding(self) -> float:
         """Factor by which rounding raises the sensitivity."""
         return norm_bound(self.radius, 1.0, self.size) * CHECKED_TO**2 / self.radius
 
-    @override
     def step(self, clip_norm: float) -> float:
+        """Width of a step, in the units of updates."""
         return clip_norm / self.radius
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DistributedDP(Privacy):
+    """Distributed differential privacy: protects each client if the server sees only sums of updates.
+
+    Neighbours differ in the data of one client, replaced by any other. The server knows which clients
+    are sampled, so there is no amplification by sampling: a client's ε grows with each of its rounds.
+
+    Args:
+        clip_norm: see `CentralDP`.
+        noise_multiplier: standard deviation z of the noise in the sum, in clip norms, ≥ 0.
+        epsilon: the budget of the client that is sampled most often.
+        delta: see `CentralDP`.
+        min_shares: number of replies whose noise suffices, t ≥ 1; a round with fewer stops the run. If
+            None, the fewest replies of a secure sum, or without one the size of the cohort; required
+            if that varies. Clients that collude with the server contribute no noise.
+        secure_noise: see `CentralDP`.
+        log_unprotected: log values that clients send outside the sum: metrics and norms.
+
+    Raises:
+        ConfigurationError: for values out of range.
+    """
+
+    kind = DistributedSkellam
+    clients_add_noise = is_for_sums = True
+
+    min_shares: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("federation.privacy: min_shares", self.min_shares, "at least 1")
+
+    def check_cohort(self, cohort: Cohort) -> None:
+        """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""
+        super().check_cohort(cohort)
+        if not cohort.has_fixed_size and self.min_shares is None:
+            raise ConfigurationError(
+                f"federation.privacy: the size of a {type(cohort).__name__} varies, and with it the noise "
+                "that clients add: set min_shares to the smallest number of replies to release"
+            )
 
 
 # with more, a table would have many millions of entries
@@ -306,6 +276,36 @@ def _bessel(variance: float) -> list[int]:
     return masses[::-1]
 
 
+class LocalGaussian(Mechanism["LocalDP"]):
+    """Independent Gaussian noise on every update; see `Mechanism`."""
+
+    @property
+    @override
+    def noise_per_round(self) -> float:
+        return self.noise_multiplier * math.sqrt(self.expected)
+
+    def __str__(self) -> str:
+        return (
+            "unit: all updates of a client, its data replaced by any other, also towards the server"
+        )
+
+    @property
+    def release_cost(self) -> ReleaseCost:
+        """Sensitivity and noise of one update of a client, in clip norms."""
+        return ReleaseCost(2 * GRID_COST, self.noise_multiplier**2)
+
+    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
+        """Return the function that adds a client's noise."""
+        if self.noise_multiplier == 0:
+            return None
+
+        def release(delta: Tensor, client: int) -> Tensor:
+            draw = self.source.stream(round_index, client)
+            return noisy(delta, clip_norm, self.noise_multiplier * clip_norm, draw)
+
+        return release
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class LocalDP(Privacy):
@@ -327,69 +327,12 @@ class LocalDP(Privacy):
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import AllClients
-        >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
+        >>> from fl_lightning.privacy.mechanism import AccountedRun
         >>> privacy = LocalDP(clip_norm=1.0, noise_multiplier=10.0)
         >>> run = AccountedRun(AllClients(), num_clients=100, num_rounds=25, seed=0)
-        >>> round(privacy.mechanism(run, SeededNoise(0)).epsilon(rounds=25), 6)
+        >>> round(privacy.mechanism(run).epsilon(rounds=25), 6)
         4.377178
     """
 
+    kind = LocalGaussian
     clients_add_noise = True
-
-    def mechanism(
-        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> Mechanism:
-        """Return the mechanism of the clients' noise."""
-        share = 0.5 / (GRID_COST * math.sqrt(run.most_turns(run.planned_rounds)))
-        noise = self.noise(
-            noise_multiplier, lambda budget: gaussian_noise_for_budget(share, budget, self.delta)
-        )
-        expected, size = run.expected_cohort, run.num_coordinates
-        return LocalGaussian(source, run, self.delta, noise, expected, size)
-
-
-@dataclass
-class LocalGaussian(Mechanism):
-    """Independent Gaussian noise on every update; see `Mechanism`."""
-
-    source: NoiseSource
-    run: AccountedRun
-    delta: float
-    noise_multiplier: float
-    expected: float
-    num_coordinates: int = 1
-
-    @property
-    def noise_per_round(self) -> float:
-        """Standard deviation of the noise in a sum over an expected cohort, in clip norms."""
-        return self.noise_multiplier * math.sqrt(self.expected)
-
-    def __str__(self) -> str:
-        rounds = self.run.planned_rounds
-        return (
-            "unit: all updates of a client, its data replaced by any other, also towards the "
-            f"server; {self.run.most_turns(rounds)} turns in {rounds} rounds"
-        )
-
-    @property
-    def release_cost(self) -> ReleaseCost:
-        """Sensitivity and noise of one update of a client, in clip norms."""
-        return ReleaseCost(2 * GRID_COST, self.noise_multiplier**2)
-
-    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return the largest ε of a client after ``rounds`` rounds."""
-        return composed_epsilon({self.release_cost: self.run.most_turns(rounds)}, self.delta)
-
-    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return the function that adds a client's noise."""
-        if self.noise_multiplier == 0:
-            return None
-
-        def release(delta: Tensor, client: int) -> Tensor:
-            draw, stddev = (
-                self.source.stream(round_index, client),
-                self.noise_multiplier * clip_norm,
-            )
-            return noisy(delta, clip_norm, stddev, draw)
-
-        return release

@@ -12,14 +12,14 @@ Source: Abadi et al. 2016 (1607.00133), Algorithm 1, with accounting by privacy-
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
@@ -29,9 +29,10 @@ from fl_lightning.privacy.accounting.accountant import (
     Sampling,
     noise_for_budget,
 )
-from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.mechanism import Accounted, AccountedRun, Budgeted, LocalSampling
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost
+from fl_lightning.privacy.mechanism import Accounted, AccountedRun, Budgeted
 from fl_lightning.privacy.noise.grid import GRID_COST
+from fl_lightning.privacy.noise.noise_source import NoiseSource
 
 # (examples n, expected batch size, steps) of a client, which determine its ε.
 Work = tuple[int, int, int]
@@ -52,96 +53,16 @@ _TRAITS = Traits(
 )
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ExampleDP(Budgeted):
-    """Example-level privacy: protects each example from everybody, including the server, by DP-SGD.
-
-    Neighbours are two shards of one client that differ in one example, added or removed. Assumed
-    public: client dataset sizes, and which clients are sampled in which round. So there is no
-    amplification by sampling clients: a client's ε grows with each of its rounds. The reported ε is the
-    largest of all clients.
-
-    Args:
-        clip_norm: largest L2 norm S of one example's gradient, over all trainable numbers, > 0.
-        noise_multiplier: standard deviation z of the noise on a step's sum, in clip norms, ≥ 0.
-        epsilon: the budget. Without ``noise_multiplier`` the noise is computed that spends it over all
-            rounds; with it, training stops before a round would exceed the budget.
-        delta: probability that ε does not hold; below 1 / examples of a client.
-        accountant: ``pld``, or ``rdp``, which gives a larger ε.
-        secure_noise: draw noise and batches from the operating system's secure generator, see
-            `CentralDP`.
-        log_unprotected: log values without noise: training loss and metrics, norms of updates, the
-            share of clipped gradients, skipped clients. If false, none of them is logged.
-
-    Raises:
-        ConfigurationError: for values out of range.
-
-    Example:
-        >>> from fl_lightning.data.cohorts.cohort import AllClients
-        >>> local = LocalSampling(np.array([100, 200]), 10, np.array([20, 20]))
-        >>> run = AccountedRun(AllClients(), num_clients=2, num_rounds=5, seed=0, local=local)
-        >>> example = ExampleDP(clip_norm=1.0, noise_multiplier=2.0).mechanism(run)
-        >>> round(example.epsilon(rounds=5), 3)
-        2.337
-    """
-
-    accountant: Method = "pld"
-
-    @property
-    def traits(self) -> Traits:
-        """Traits; ε covers noisy local steps alone."""
-        return _TRAITS
-
-    @property
-    def is_off(self) -> bool:
-        """True if there is neither clipping nor noise."""
-        return self.clip_norm == float("inf") and self.noise_multiplier == 0
-
-    def mechanism(
-        self, run: AccountedRun, noise_multiplier: float | None = None
-    ) -> ExampleGaussian:
-        """Return the mechanism of the clients of a run.
-
-        Args:
-            run: the run, with the sampling of local batches.
-            noise_multiplier: value of the resumed run; computed if None.
-        """
-        noise = self.noise(noise_multiplier, partial(self._noise, run))
-        return ExampleGaussian(run, self.delta, noise, self.accountant)
-
-    def _noise(self, run: AccountedRun, budget: float) -> float:
-        """Smallest noise multiplier for which the largest ε of a client is within the budget."""
-        rounds, noise = run.planned_rounds, 1.0
-        while True:
-            made = ExampleGaussian(run, self.delta, noise, self.accountant)
-            hardest = made.hardest(rounds)
-
-            def epsilon_of(noise_multiplier: float, *, quick: bool, work: Work = hardest) -> float:
-                return _epsilon(work, noise_multiplier, self.delta, self.accountant, quick)
-
-            noise = noise_for_budget(epsilon_of, budget)
-            made = ExampleGaussian(run, self.delta, noise, self.accountant)
-            if made.hardest(rounds) == hardest or made.epsilon(rounds) <= budget:
-                return noise
-
-
-@dataclass
-class ExampleGaussian(Accounted):
+class ExampleGaussian(Accounted["ExampleDP"]):
     """Accounting of DP-SGD in all clients of a run; see `Accounted`."""
 
-    run: AccountedRun
-    delta: float
-    noise_multiplier: float
-    method: Method = "pld"
-    local: LocalSampling = field(init=False)
-
+    @override
     def __post_init__(self) -> None:
         if self.run.local is None:
             raise ConfigurationError(
                 "ExampleDP accounts for local steps, and the run has no information about them"
             )
-        self.local, self.num_coordinates = self.run.local, self.run.num_coordinates
+        self.local = self.run.local
 
     @cached_property
     def _cohorts(self) -> list[npt.NDArray[np.int64]]:
@@ -184,19 +105,23 @@ class ExampleGaussian(Accounted):
         return max((self._epsilon(one, quick=quick) for one in self.work(rounds)), default=0.0)
 
     def _epsilon(self, work: Work, *, quick: bool) -> float:
-        return _epsilon(work, self.noise_multiplier, self.delta, self.method, quick)
+        privacy = self.privacy
+        return _epsilon(work, self.noise_multiplier, privacy.delta, privacy.accountant, quick)
 
     @property
     def amplifies(self) -> bool:
         """True if batches are samples."""
         return bool((self.local.rates < 1).any())
 
-    def epsilon_if_known(self, rounds: int) -> float:
-        """Return ε of an example that is in every batch of its client, an upper bound."""
+    @property
+    @override
+    def release_cost(self) -> ReleaseCost:
+        return ReleaseCost(GRID_COST, self.noise_multiplier**2)
+
+    @override
+    def most_releases(self, rounds: int) -> int:
         has_any = self.local.num_examples > 0
-        steps = int((self.turns(rounds) * self.local.num_steps * has_any).max(initial=0))
-        ratio = self.noise_multiplier / GRID_COST
-        return gaussian_epsilon(ratio / math.sqrt(steps), self.delta) if steps else 0.0
+        return int((self.turns(rounds) * self.local.num_steps * has_any).max(initial=0))
 
     @property
     def noise_of_gradients(self) -> float:
@@ -211,7 +136,7 @@ class ExampleGaussian(Accounted):
         return (
             "unit: example, one of a client's added or removed, also towards the server; Poisson "
             f"batches of {local.batch_size} from {_span(n)} examples, {_span(steps)} local steps "
-            f"({digest}); {self.method.upper()}"
+            f"({digest}); {self.privacy.accountant.upper()}"
         )
 
 
@@ -232,3 +157,72 @@ def _epsilon(
         method,
     )
     return accountant.epsilon(steps, delta, quick=quick)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExampleDP(Budgeted):
+    """Example-level privacy: protects each example from everybody, including the server, by DP-SGD.
+
+    Neighbours are two shards of one client that differ in one example, added or removed. Assumed
+    public: client dataset sizes, and which clients are sampled in which round. So there is no
+    amplification by sampling clients: a client's ε grows with each of its rounds. The reported ε is the
+    largest of all clients.
+
+    Args:
+        clip_norm: largest L2 norm S of one example's gradient, over all trainable numbers, > 0.
+        noise_multiplier: standard deviation z of the noise on a step's sum, in clip norms, ≥ 0.
+        epsilon: the budget. Without ``noise_multiplier`` the noise is computed that spends it over all
+            rounds; with it, training stops before a round would exceed the budget.
+        delta: probability that ε does not hold; below 1 / examples of a client.
+        accountant: ``pld``, or ``rdp``, which gives a larger ε.
+        secure_noise: draw noise and batches from the operating system's secure generator, see
+            `CentralDP`.
+        log_unprotected: log values without noise: training loss and metrics, norms of updates, the
+            share of clipped gradients, skipped clients. If false, none of them is logged.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> from fl_lightning.data.cohorts.cohort import AllClients
+        >>> from fl_lightning.privacy.mechanism import LocalSampling
+        >>> local = LocalSampling(np.array([100, 200]), 10, np.array([20, 20]))
+        >>> run = AccountedRun(AllClients(), num_clients=2, num_rounds=5, seed=0, local=local)
+        >>> example = ExampleDP(clip_norm=1.0, noise_multiplier=2.0).mechanism(run)
+        >>> round(example.epsilon(rounds=5), 3)
+        2.337
+    """
+
+    kind = ExampleGaussian
+
+    accountant: Method = "pld"
+
+    @property
+    def traits(self) -> Traits:
+        """Traits; ε covers noisy local steps alone."""
+        return _TRAITS
+
+    @property
+    def is_off(self) -> bool:
+        """True if there is neither clipping nor noise."""
+        return self.clip_norm == float("inf") and self.noise_multiplier == 0
+
+    @override
+    def least_noise(self, run: AccountedRun, source: NoiseSource) -> float:
+        """Smallest noise multiplier for which the largest ε of a client is within the budget.
+
+        It is found for one client, the hardest: of all clients each step of the search would take long.
+        """
+        assert self.epsilon is not None
+        rounds, noise = run.planned_rounds, 1.0
+        while True:
+            hardest = self.kind(self, run, noise, source).hardest(rounds)
+
+            def epsilon_of(noise_multiplier: float, *, quick: bool, work: Work = hardest) -> float:
+                return _epsilon(work, noise_multiplier, self.delta, self.accountant, quick)
+
+            noise = noise_for_budget(epsilon_of, self.epsilon)
+            found = self.kind(self, run, noise, source)
+            if found.hardest(rounds) == hardest or found.epsilon(rounds) <= self.epsilon:
+                return noise

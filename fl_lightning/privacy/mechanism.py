@@ -1,64 +1,82 @@
-"""Bases of differential privacy: its options, its mechanism in a run, and the run's sampling."""
+"""Bases of differential privacy: rules with their options, mechanisms, and the run that is accounted.
+
+A rule, such as `CentralDP`, holds what the user sets. Its `mechanism` is made for one run and one noise
+multiplier: it draws the noise and knows ε. Without a noise multiplier the rule looks for the smallest one
+whose mechanism keeps the run within the budget.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import Draw, Integers
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
-from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
+from fl_lightning.privacy.accounting.accountant import noise_for_budget
+from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
+from fl_lightning.privacy.noise.grid import Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import AdaptiveClip, Release
 from fl_lightning.server.protected import NoiseShares
 
+P = TypeVar("P", bound="Budgeted")
 
-class Accounted(ABC):
-    """Base of privacy accounting: ε of a run's releases; by default rounds are independent.
 
-    Attributes:
-        noise_multiplier: z, in clip norms.
-        num_coordinates: length k of what is released.
+@dataclass
+class Accounted(ABC, Generic[P]):
+    """Base of mechanisms: what a rule of privacy costs in a run, and its noise.
+
+    By default rounds are independent, and a client's releases add up without amplification.
     """
 
-    noise_multiplier: float
-    num_coordinates: int = 1
+    privacy: P  # the rule, with its options
+    run: AccountedRun
+    noise_multiplier: float  # z, in clip norms
+    source: NoiseSource
 
-    @property
-    def rounding(self) -> float:
-        """Factor ≥ 1 by which rounding to a grid raises the sensitivity; ε includes it."""
-        return GRID_COST
+    def __post_init__(self) -> None:
+        """Compute what the mechanism needs besides its fields."""
 
-    def step(self, clip_norm: float) -> float:
-        """Return the step width of the grid of released numbers."""
-        return Grid.of(clip_norm, self.num_coordinates).step
+    def check(self) -> None:
+        """Raise ConfigurationError if the noise does not fit the run."""
 
     @abstractmethod
     def __str__(self) -> str:
         """Describe the unit of privacy and the sampling, for the log."""
 
+    @property
     @abstractmethod
-    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε after ``rounds`` rounds; ``quick`` allows a slightly higher one."""
+    def release_cost(self) -> ReleaseCost:
+        """Sensitivity and noise of one release, e.g. in clip norms."""
+
+    def most_releases(self, rounds: int) -> int:
+        """Largest number of releases that the data of one client are in."""
+        return self.run.most_turns(rounds)
 
     @property
     def amplifies(self) -> bool:
         """True if secret draws lower ε in this run (amplification)."""
         return False
 
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return ε after ``rounds`` rounds; ``quick`` allows a slightly higher one."""
+        return self.epsilon_if_known(rounds)
+
     def epsilon_if_known(self, rounds: int) -> float:
-        """ε if the adversary knows the draws."""
-        return self.epsilon(rounds)
+        """ε if the adversary knows the draws: that of the client with the most releases."""
+        releases = {self.release_cost: self.most_releases(rounds)}
+        return composed_epsilon(releases, self.privacy.delta)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later rounds depend on."""
@@ -69,8 +87,8 @@ class Accounted(ABC):
         assert not state
 
 
-class Mechanism(Accounted):
-    """Base of mechanisms: the noise on the sums of a run, and ε; by default there is no noise.
+class Mechanism(Accounted[P]):
+    """Base of mechanisms that protect clients: the noise on a run's sums; by default there is none.
 
     Attributes:
         expected: expected size of the cohort, by which sums are divided.
@@ -79,9 +97,12 @@ class Mechanism(Accounted):
             without a count.
     """
 
-    expected: float
     fewest_replies: int = 0
     bits_stddev: float | None = None
+
+    @override
+    def __post_init__(self) -> None:
+        self.expected = self.run.expected_cohort
 
     @property
     def shares(self) -> NoiseShares | None:
@@ -91,7 +112,7 @@ class Mechanism(Accounted):
     @property
     @abstractmethod
     def noise_per_round(self) -> float:
-        """Standard deviation of the noise in a sum of updates, in clip norms."""
+        """Standard deviation of the noise in a sum over an expected cohort, in clip norms."""
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return the function that clients apply to clipped updates, or None."""
@@ -113,9 +134,10 @@ class Mechanism(Accounted):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted:
-    """Options that client-level and example-level privacy share.
+    """Base of the rules of privacy: the options that those of clients and of examples share.
 
     Attributes:
+        kind: class of the mechanism.
         clip_norm: largest L2 norm of an update or a gradient after clipping.
         noise_multiplier: z, in clip norms; None if it is computed from the budget.
         epsilon: the budget, or None.
@@ -123,6 +145,8 @@ class Budgeted:
         secure_noise: whether noise comes from the operating system's secure generator.
         log_unprotected: whether to log values that the noise does not cover.
     """
+
+    kind: ClassVar[type[Accounted[Any]]]
 
     clip_norm: float
     noise_multiplier: float | None = None
@@ -144,11 +168,9 @@ class Budgeted:
                 "federation.privacy needs noise_multiplier (noise in clip norms) or epsilon (the budget "
                 "that noise is found for), or both: then training stops before the budget is exceeded"
             )
-        if noise is not None and not 0 <= noise < float("inf"):
-            raise ConfigurationError(
-                "federation.privacy: noise_multiplier must be a number of clip norms, at least 0, got "
-                f"{noise}"
-            )
+        check_range(
+            "federation.privacy: noise_multiplier", noise, "at least 0 clip norms and finite"
+        )
         check_range(
             "federation.privacy: epsilon",
             epsilon,
@@ -167,13 +189,38 @@ class Budgeted:
                 "number, e.g. the median of round/client_update_norm"
             )
 
-    def noise(self, resumed: float | None, found: Callable[[float], float]) -> float:
-        """Return the noise multiplier: that of a resumed run, the option, or the one for the budget."""
-        given = self.noise_multiplier if resumed is None else resumed
-        if given is not None:
-            return given
+    def mechanism(
+        self,
+        run: AccountedRun,
+        source: NoiseSource | None = None,
+        noise_multiplier: float | None = None,
+    ) -> Any:
+        """Return the mechanism of a run, of the class `kind`.
+
+        Args:
+            run: the run.
+            source: source of the noise; if None, as ``secure_noise`` says.
+            noise_multiplier: value of the resumed run; the option, or the least for the budget if None.
+
+        Raises:
+            ConfigurationError: if its ε is unknown, or the noise does not fit the run.
+        """
+        source = NoiseSource(None if self.secure_noise else run.seed) if source is None else source
+        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
+        noise = self.least_noise(run, source) if noise is None else noise
+        mechanism = self.kind(self, run, noise, source)
+        mechanism.check()
+        return mechanism
+
+    def least_noise(self, run: AccountedRun, source: NoiseSource) -> float:
+        """Smallest noise multiplier that keeps all planned rounds within the budget."""
         assert self.epsilon is not None
-        return found(self.epsilon)
+
+        def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
+            mechanism = self.kind(self, run, noise_multiplier, source)
+            return mechanism.epsilon(run.planned_rounds, quick=quick)
+
+        return noise_for_budget(epsilon_of, self.epsilon)
 
     def check_cohort(self, cohort: Cohort) -> None:
         """Raise ConfigurationError if ε of this sampler is unknown; cohorts must not depend on the run."""
@@ -186,7 +233,9 @@ _WAYS = {
 }
 
 
-class Privacy(Budgeted, ABC):
+class Privacy(
+    Budgeted, ABC
+):  # ABC: jsonargparse takes pure dataclasses for options, not for classes
     """Base of client-level privacy, ``federation.privacy``; subclasses are frozen dataclasses.
 
     Attributes:
@@ -197,6 +246,7 @@ class Privacy(Budgeted, ABC):
         min_shares: smallest number of clients whose noise suffices, if the user sets it.
     """
 
+    kind: ClassVar[type[Mechanism[Any]]]
     clients_add_noise: ClassVar[bool] = False
     is_for_sums: ClassVar[bool] = False
     adaptive_clip: AdaptiveClip | None = None
@@ -216,21 +266,6 @@ class Privacy(Budgeted, ABC):
             "averages updates over all clients, and a client's own mask tells of its data"
         )
         return Traits(needs, {}, _WAYS)
-
-    @abstractmethod
-    def mechanism(
-        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> Mechanism:
-        """Return the mechanism of a run.
-
-        Args:
-            run: the run.
-            source: source of the clients' noise.
-            noise_multiplier: value of the resumed run; computed if None.
-
-        Raises:
-            ConfigurationError: if its ε is unknown.
-        """
 
 
 def check_fixed_in_advance(cohort: Cohort) -> None:

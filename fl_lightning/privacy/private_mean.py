@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -136,16 +136,6 @@ class PrivateMean(PrivateAggregator):
     @override
     def num_replies(self) -> int:
         return int(self._counts[1])
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._mean.state_dict(), "total": self.total, "counts": self._counts}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean.load_state_dict(state["mean"])
-        self.total.copy_(state["total"])
-        self._counts.copy_(state["counts"])
 
 
 def update_noise_multiplier(noise_multiplier: float, bits_stddev: float) -> float:

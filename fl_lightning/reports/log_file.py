@@ -15,7 +15,9 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
@@ -70,15 +72,12 @@ _NOISE = re.compile(
 )
 
 
-class ForTheScreen(logging.Filter):
-    """Filter that shows messages about this run on the screen, and leaves details to the log file."""
-
-    @override
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING:
-            return True
-        is_detail = record.levelno < logging.INFO or getattr(record, DETAIL, False)
-        return not is_detail and _NOISE.match(record.getMessage()) is None
+def _is_for_the_screen(record: logging.LogRecord) -> bool:
+    """Return whether a message is about this run; the screen leaves details to the log file."""
+    if record.levelno >= logging.WARNING:
+        return True
+    is_detail = record.levelno < logging.INFO or getattr(record, DETAIL, False)
+    return not is_detail and _NOISE.match(record.getMessage()) is None
 
 
 def detail() -> dict[str, Any]:
@@ -91,28 +90,15 @@ def tidy_screen() -> Callable[[], None]:
 
     Handlers that already have a formatter are left alone.
     """
-    undo: list[Callable[[], None]] = []
-    for handler in _plain_handlers():
-        chosen = ForTheScreen()
-        handler.setFormatter(ConsoleFormatter(handler))
-        handler.addFilter(chosen)
-        undo += [
-            lambda handler=handler: handler.setFormatter(None),  # type: ignore[misc]
-            lambda handler=handler, chosen=chosen: handler.removeFilter(chosen),  # type: ignore[misc]
-        ]
-
-    def undo_all() -> None:
-        for step in undo:
-            step()
-
-    return undo_all
-
-
-def _plain_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    for name in LOGGERS[1:]:
-        for handler in logging.getLogger(name).handlers:
-            if type(handler) is logging.StreamHandler and handler.formatter is None:
-                yield handler
+    undo = ExitStack()
+    handlers = [each for name in LOGGERS[1:] for each in logging.getLogger(name).handlers]
+    for handler in handlers:
+        if type(handler) is logging.StreamHandler and handler.formatter is None:
+            handler.setFormatter(ConsoleFormatter(handler))
+            handler.addFilter(_is_for_the_screen)
+            undo.callback(handler.setFormatter, None)
+            undo.callback(handler.removeFilter, _is_for_the_screen)
+    return undo.close
 
 
 NAME = "run.log"
@@ -159,14 +145,13 @@ class RunLog(Callback):
         self._least: int = getattr(logging, level.upper())
         self._early = EarlyMessages(self._least)
         self._handler: logging.Handler | None = None  # of the file, once it is known
-        self._levels: dict[str, int] = {}
         self._showed: Any = None
-        self._put_back: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []  # a stack of contexts cannot be copied
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start to collect messages."""
         self._close()
-        self._put_back = tidy_screen()
+        self._undo.append(tidy_screen())
         self._attach(self._early)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -219,7 +204,8 @@ class RunLog(Callback):
             # messages from before there were several processes are the first process's to write
             if trainer.is_global_zero and record.levelno >= self._least:
                 self._handler.handle(record)
-        self._detach(self._early)
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self._early)
         self._attach(self._handler)
         self._showed = warnings.showwarning
         warnings.showwarning = self._show_warning
@@ -234,15 +220,13 @@ class RunLog(Callback):
 
     def _close(self) -> None:
         """Close the file, and restore handlers and levels."""
-        self._detach(self._handler or self._early)
+        while self._undo:
+            self._undo.pop()()
         if self._handler is not None:
             if warnings.showwarning == self._show_warning:
                 warnings.showwarning = self._showed
             self._handler.close()
             self._handler = None
-        if self._put_back is not None:
-            self._put_back()
-        self._put_back = None
 
     def _show_warning(
         self,
@@ -261,17 +245,11 @@ class RunLog(Callback):
             logger = logging.getLogger(name)
             if not name or not logger.propagate:
                 logger.addHandler(handler)
-            if name:  # the root logger's level applies to all libraries
-                self._levels.setdefault(name, logger.level)
-                if not logger.level or logger.level > self._least:
-                    logger.setLevel(self._least)
-
-    def _detach(self, handler: logging.Handler) -> None:
-        for name in LOGGERS:
-            logging.getLogger(name).removeHandler(handler)
-        for name, level in self._levels.items():
-            logging.getLogger(name).setLevel(level)
-        self._levels = {}
+                self._undo.append(partial(logger.removeHandler, handler))
+            # the root logger's level applies to all libraries
+            if name and (not logger.level or logger.level > self._least):
+                self._undo.append(partial(logger.setLevel, logger.level))
+                logger.setLevel(self._least)
 
 
 def folder_of(trainer: Trainer) -> str | None:

@@ -146,13 +146,13 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 
 def _federation(trainer: Trainer, federation: Federation) -> Iterator[str]:
     assert federation.rounds is not None
-    groups = federation.rounds.run.groups
+    cohorts = federation.rounds.run.cohorts
     epochs, steps = federation.local_epochs, federation.local_steps
     work = f"{epochs} local epochs" if epochs else f"{steps} local steps"
     work = work.removesuffix("s") if 1 in (epochs or steps, 0) else work
     rounds = trainer.max_epochs or -1
     planned = f", {rounds} round{'s' * (rounds > 1)}" if rounds > 0 else ""
-    yield f"{groups.num_clients:,} of {groups.population.num_clients:,} clients a round, {work}{planned}"
+    yield f"{cohorts.num_clients:,} of {cohorts.population.num_clients:,} clients a round, {work}{planned}"
     parts = (
         *(federation.correction, federation.personal, federation.asynchronous),
         *(federation.aggregator, *federation.updates, *federation.download),
@@ -203,7 +203,7 @@ class DryRun(Callback):
         self._share, self._marks = 1.0, list[float]()
         self._validation = self._paused = 0.0
         count = getattr(data, "num_clients", None)
-        if federation is None or count is None or _counts_clients(options, federation):
+        if federation is None or count is None or _counts_clients(federation):
             return
         limit = options["limit_train_batches"]
         cohort = limited(federation.cohort.expected_size(count), 1.0 if limit is None else limit)
@@ -279,7 +279,7 @@ class DryRun(Callback):
                 yield f"{total} {words}" + f" in each {name}" * (rounds is None)
 
 
-def _counts_clients(options: Any, federation: Federation) -> bool:
+def _counts_clients(federation: Federation) -> bool:
     """Return whether fewer clients in a round would be refused, or cost other than their share."""
     aggregator = as_aggregator(federation.aggregator)
     return (
@@ -287,7 +287,6 @@ def _counts_clients(options: Any, federation: Federation) -> bool:
         or federation.min_replies > 1
         or isinstance(aggregator, RobustRule)  # compares clients with one another
         or aggregator.protection is not None
-        or isinstance(options["val_check_interval"], int)  # so many groups of clients
     )
 
 

@@ -36,7 +36,7 @@ class RoundProgressBar(ProgressBar):
     """Progress bar that counts rounds; printed text and log messages appear above it.
 
     Args:
-        refresh_rate: number of groups of clients, or batches, between two drawings; 0 for no bar.
+        refresh_rate: number of batches between two drawings; 0 for no bar.
 
     Raises:
         ConfigurationError: if the rate is negative.
@@ -91,7 +91,13 @@ class RoundProgressBar(ProgressBar):
         if federation is None or federation.rounds is None:
             self._inner = Inner("batches", trainer.num_training_batches)
         else:
-            self._inner = Inner("clients", federation.rounds.run.groups.num_clients)
+            rounds, before = federation.rounds, federation.rounds.record
+
+            def num_done() -> int:
+                is_new = rounds.record is not before
+                return len(rounds.record.finished) * trainer.world_size if is_new else 0
+
+            self._inner = Inner("clients", rounds.run.cohorts.num_clients, num_done)
         self._pace.begin()
         self._draw()
 
@@ -103,11 +109,9 @@ class RoundProgressBar(ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Update the number of clients, or batches, that are done."""
+        """Update the number of batches that are done."""
         if self._inner is not None:
-            self._inner.done = round(
-                (batch_idx + 1) / trainer.num_training_batches * self._inner.total
-            )
+            self._inner.done = batch_idx + 1
         self._draw(batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -272,11 +276,12 @@ class Inner:
     Args:
         what: name of the things that are counted.
         total: number of things; infinite if unknown, 0 for work without a count.
+        count: returns the number of things that are done; if None, `done` is counted up by its user.
     """
 
-    def __init__(self, what: str, total: float) -> None:
+    def __init__(self, what: str, total: float, count: Callable[[], int] | None = None) -> None:
         self.what, self.total, self.done = what, total, 0
-        self._began = time.monotonic()
+        self._count, self._began = count, time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -286,6 +291,8 @@ class Inner:
     def line(self, width: int) -> Table:
         """Return a bar of the given width, in columns."""
         is_known = 0 < self.total < float("inf")
+        if self._count is not None:
+            self.done = min(self._count(), int(self.total))
         count = f" {self.done}{f'/{self.total:.0f}' if is_known else ''}" if self.total else ""
         label = f"{self.what}{count}"
         share = self.done / self.total if is_known else None

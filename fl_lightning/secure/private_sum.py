@@ -11,7 +11,7 @@ the rotation; shares of Agarwal, Kairouz and Liu 2021 (2110.04995).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
@@ -163,11 +163,3 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
     @override
     def num_unclipped(self) -> int:
         return int(self._unclipped)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # checkpoints have no open private round
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return

@@ -230,14 +230,6 @@ class HiddenUpdates(Aggregator):
     def miss(self, clients: Iterable[int]) -> None:
         """Called before `close` with the clients of the cohort that sent no update."""
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return
-
 
 class HiddenIntegers(HiddenUpdates):
     """Base of aggregators that add up integers by a secure sum in every round.
@@ -377,16 +369,3 @@ class HiddenIntegers(HiddenUpdates):
             round_index=round_index,
             seed=derive_seed(self.terms.seed, "secure mean"),
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        signed = self._ring.dtype.str.replace("u", "i")  # torch has few unsigned dtypes
-        return {
-            "clients": list(self.clients),
-            "vectors": [torch.from_numpy(v.view(signed).copy()) for v in self._vectors],
-        }
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.clients = list(state["clients"])
-        self._vectors = [v.cpu().numpy().view(self._ring.dtype).copy() for v in state["vectors"]]

@@ -170,14 +170,6 @@ class Aggregator(ABC):
         """Coordinates that no client of the round may move: bool of shape (k,), or an empty slice."""
         return slice(0)
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the open round's state: tensors and numbers."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore an open round from `state_dict`."""
-
 
 class FoldedMeans(Aggregator):
     """An aggregator made of weighted means, by name; `open` creates them."""
@@ -193,15 +185,6 @@ class FoldedMeans(Aggregator):
         left = iter(sums)
         for mean in self._means.values():
             mean.load_sums(list(islice(left, len(mean.sums()))))
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {name: mean.state_dict() for name, mean in self._means.items()}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, mean in self._means.items():
-            mean.load_state_dict(state[name])
 
 
 class WeightedMean(FoldedMeans):
@@ -312,14 +295,6 @@ class KeptUpdates(Aggregator):
     @override
     def load_sums(self, sums: list[Tensor]) -> None:
         assert not sums
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._rows.state_dict()
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows.load_state_dict(state)
 
 
 def check_whole(update: ClientUpdate, name: str) -> None:

@@ -254,22 +254,6 @@ class Server:
             self._schedule.load_state_dict(state["schedule"])
         self._aggregator.memory = state.get("memory", {})
 
-    def round_state(self) -> dict[str, Any]:
-        """Return the state of the open round; its tensors are live, so copy them to keep them."""
-        return {
-            "round_index": self.round_index,
-            "num_replies": self.num_replies,
-            "aggregator": self._aggregator.state_dict(),
-            "buffers": self._mean_buffers.state_dict(),
-        }
-
-    def load_round_state(self, state: dict[str, Any]) -> None:
-        """Restore an open round from `round_state`."""
-        self.open_round(state["round_index"])
-        self.num_replies = state["num_replies"]
-        self._aggregator.load_state_dict(state["aggregator"])
-        self._mean_buffers.load_state_dict(state["buffers"])
-
 
 def as_aggregator(given: Aggregator | None) -> Aggregator:
     """Return the aggregator itself, or `Mean` for None."""

@@ -25,7 +25,6 @@ from fl_lightning.sparsity.masks.maskable import maskable_names as maskable_name
 from fl_lightning.sparsity.masks.report import LayerDensity as LayerDensity
 from fl_lightning.sparsity.masks.report import density_figure as density_figure
 from fl_lightning.sparsity.masks.report import density_per_layer as density_per_layer
-from fl_lightning.sparsity.masks.report import density_per_tensor as density_per_tensor
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer as MaskedOptimizer
 from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW as SparseAdamW
 from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM as SparseSGDM

@@ -28,7 +28,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +79,15 @@ class HeadFit(ABC):
         labels: gets the labels (B,) from a batch.
         logits: passes a batch through the module, including the head.
 
+    Attributes:
+        exchanges_once: whether `fit` calls ``reduce`` once, with the sums of `sums` over the given owners,
+            so that owners may be remote clients.
+
     Raises:
         ConfigurationError: if an option is out of range.
     """
+
+    exchanges_once: ClassVar[bool] = False
 
     regularisation: float = 1.0
     labels: Labels = batch_labels
@@ -112,22 +118,15 @@ class HeadFit(ABC):
             reduce: replaces a tensor by its sum over processes.
         """
 
-
-@runtime_checkable
-class OneExchange(Protocol):
-    """A fit that needs the sums of every owner only once, so that owners may be remote clients.
-
-    `HeadFit.fit` then calls ``reduce`` once, with the sums over the given owners.
-    """
-
     def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Sums that an owner sends, in float64.
+        """Sums that an owner sends, in float64, if owners send them only once.
 
         Args:
             owner: the owner's examples.
             num_features: D.
             num_classes: number of classes of the head.
         """
+        raise NotImplementedError
 
 
 def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits) -> Tensor:
@@ -165,12 +164,17 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
         )
 
 
-def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
-    """Yield an owner's examples in parts, with features in double precision."""
+def _double_rows(
+    owner: Features, num_classes: int, *, has_ones: bool = True
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield z = (x, 1), or x, labels and one-hot labels of an owner's examples, in parts, in float64."""
     features, labels = owner
     check_labels(labels, num_classes)
-    for part in range(0, len(labels), _ROWS):
-        yield features[part : part + _ROWS].double(), labels[part : part + _ROWS].long()
+    for start in range(0, len(labels), _ROWS):
+        part = slice(start, start + _ROWS)
+        z = pad(features[part].double(), (0, int(has_ones)), value=1.0)
+        own = labels[part].long()
+        yield z, own, one_hot(own, num_classes).to(z)
 
 
 @final
@@ -251,10 +255,10 @@ def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
     device = owner[0].device
     here, num_classes = weights.to(device), len(weights)
     sums = torch.zeros(weights.numel() + 2, dtype=torch.float64, device=device)
-    for features, labels in double_rows(owner, num_classes):
-        z = pad(features, (0, weights.shape[1] - num_features), value=1.0)
+    has_ones = weights.shape[1] > num_features
+    for z, labels, y in _double_rows(owner, num_classes, has_ones=has_ones):
         logits = z @ here.T
-        residuals = logits.softmax(dim=1) - one_hot(labels, num_classes)
+        residuals = logits.softmax(dim=1) - y
         sums[0] += len(labels)
         sums[1] += cross_entropy(logits, labels, reduction="sum")
         sums[2:] += (residuals.T @ z).flatten()
@@ -285,6 +289,8 @@ class RidgeHead(HeadFit):
         (tensor([-0.4000,  0.4000], dtype=torch.float64), tensor([ 1.1000, -0.1000], dtype=torch.float64))
     """
 
+    exchanges_once: ClassVar[bool] = True
+
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -306,34 +312,22 @@ class RidgeHead(HeadFit):
         for owner in owners:
             sums += self.sums(owner, num_features, num_classes)
         reduce(sums)
-        weight, bias = _solved(sums, num_features, self.regularisation, has_bias)
-        return FittedHead(
-            weight / self.temperature,
-            bias / self.temperature if has_bias else None,
-            rounds=1,
-            # one half of the symmetric matrix
-            values_up=size * (size + 1) // 2 + size * num_classes,
-        )
+        d = num_features
+        xx, x, n = sums[:d, :d], sums[d, :d], sums[d, d]
+        xy, y = sums[:d, d + 1 :], sums[d, d + 1 :]
+        if has_bias:
+            xx, xy = xx - torch.outer(x, x) / n, xy - torch.outer(x, y) / n
+        ridge = self.regularisation * torch.eye(d, dtype=sums.dtype)
+        weight = torch.linalg.solve(xx + ridge, xy).T
+        bias = (y - weight @ x) / n / self.temperature if has_bias else None
+        # one half of the symmetric matrix
+        num_values = size * (size + 1) // 2 + size * num_classes
+        return FittedHead(weight / self.temperature, bias, rounds=1, values_up=num_values)
 
+    @override
     def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Matrix Σ zᵀ(z, y) over an owner's examples; see `OneExchange`."""
         size = num_features + 1
         sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
-        for features, labels in double_rows(owner, num_classes):
-            z = pad(features, (0, 1), value=1.0)
-            y = one_hot(labels, num_classes).to(z)
+        for z, _, y in _double_rows(owner, num_classes):
             sums += (z.T @ torch.cat([z, y], dim=1)).to(sums.device)
         return sums
-
-
-def _solved(
-    sums: Tensor, num_features: int, regularisation: float, has_bias: bool
-) -> tuple[Tensor, Tensor]:
-    d = num_features
-    xx, x, n = sums[:d, :d], sums[d, :d], sums[d, d]
-    xy, y = sums[:d, d + 1 :], sums[d, d + 1 :]
-    if has_bias:
-        xx, xy = xx - torch.outer(x, x) / n, xy - torch.outer(x, y) / n
-    ridge = regularisation * torch.eye(d, dtype=sums.dtype)
-    weight = torch.linalg.solve(xx + ridge, xy).T
-    return weight, (y - weight @ x) / n

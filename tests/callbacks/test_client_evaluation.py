@@ -183,12 +183,6 @@ class TestParts:
             assert sizes[1] == pytest.approx(0.25 * sum(sizes), abs=0.51)
             assert sizes[2] == pytest.approx(0.35 * sum(sizes), abs=1.01)
 
-    def test_without_test_examples_the_other_two_are_as_ever(self):
-        options = {"client_val_fraction": 0.3}
-        data, same = toy_data(**options), toy_data(client_test_fraction=0.0, **options)
-        assert data.fingerprint == same.fingerprint
-        assert not data.held_out_for("test").num_examples.any()
-
     @pytest.mark.parametrize(
         ("stage", "option"),
         [("validation", "client_val_fraction"), ("test", "client_test_fraction")],
@@ -202,20 +196,6 @@ class TestParts:
         evaluate(module, datamodule=data, verbose=False)
         assert not [*tmp_path.rglob("clients_*.csv")]
         assert f"hold out no {stage} examples (data.{option} is 0)" in caplog.text
-
-    @pytest.mark.parametrize(
-        ("fractions", "message"),
-        [
-            ({"client_test_fraction": 1.0}, r"client_test_fraction must be in \[0, 1\), got 1"),
-            (
-                {"client_val_fraction": 0.5, "client_test_fraction": 0.5},
-                "at most 0.9 together, got 0",
-            ),
-        ],
-    )
-    def test_fractions_out_of_range_are_refused(self, fractions, message):
-        with pytest.raises(ConfigurationError, match=message):
-            toy_data(**fractions)
 
 
 def test_examples_that_a_checkpoint_may_have_trained_on_are_not_held_out(tmp_path, caplog):

@@ -32,10 +32,7 @@ SHORT = [*ONE_ROUND, "--federation.local_epochs", "1"]
 LAST = "runs/quickstart/version_0/checkpoints/last.ckpt"
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +96,11 @@ def fails(capsys, *args):
         ),
         ("--trainer.strategy", "ddp", "set trainer.strategy to federated"),
         ("--trainer.no_such", "2", "no_such"),
-        ("--config", "no_such.yaml", "no_such.yaml"),
-        ("--ckpt_path", "no_such.ckpt", r"no_such\.ckpt.*path of a \.ckpt file"),
-        ("--ckpt_path", __file__, "no checkpoint of Lightning"),
         ("--trainer.accumulate_grad_batches", "0", "accumulate_grad_batches must be at least 1"),
         ("--federation.server_optimizer", "torch.optim.LBFGS", "server_optimizer cannot step"),
+        ("--model.init_args.num_classes", "5", "model.num_classes is 5, and there is a label 9"),
+        ("--model.init_args.in_chans", "3", "in_chans is 3, and the images have 1 channels"),
+        ("--model.init_args.image_size", "16", "image_size is 16, and the images are 8 x 8"),
         (
             "--federation.updates",
             "[{class_path: fl_lightning.updates.TopK, init_args: {fraction: 0}}]",
@@ -148,10 +145,6 @@ def test_a_client_that_fails_is_one_sentence_under_what_its_module_raised(
     assert above[0].startswith("Traceback")
     assert above[-1] == "ZeroDivisionError: division by zero"
     assert len(above) < 30
-
-
-def test_unknown_subcommand(capsys):
-    assert "fit" in fails(capsys, "fitt", *QUICK)
 
 
 def test_the_resolved_config_is_printed_and_saved(capsys):
@@ -282,35 +275,6 @@ def test_a_checkpoint_of_another_model_partition_or_seed_is_refused(capsys):
     assert "another seed" in fails(capsys, *again, "--federation.seed", "5")
 
 
-def test_resuming_goes_on_in_the_same_folder():
-    main(["fit", *QUICK, *SHORT])
-    main(["fit", *QUICK, *SHORT, "--trainer.max_epochs", "2", "--ckpt_path", "last"])
-    assert [path.name for path in Path("runs/quickstart").iterdir()] == ["version_0"]
-    checkpoints = {p.name for p in Path("runs/quickstart/version_0/checkpoints").iterdir()}
-    assert checkpoints == {"best.ckpt", "last.ckpt"}
-    last = torch.load("runs/quickstart/version_0/checkpoints/last.ckpt", weights_only=True)
-    assert last["global_step"] == 2
-
-
-def test_a_run_with_lightnings_own_logger_is_resumed_as_well():
-    config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
-    del config["trainer"]["logger"], config["trainer"]["callbacks"]
-    Path("plain.yaml").write_text(yaml.safe_dump(config))
-    main(["fit", "--config", "plain.yaml", *ONE_ROUND])
-    more = ["--trainer.max_epochs", "2", "--ckpt_path", "last"]
-    main(["fit", "--config", "plain.yaml", *ONE_ROUND, *more])
-    events = EventAccumulator("lightning_logs/version_0").Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [0, 1]  # not round 0 again
-
-
-def test_help_explains_every_option_of_the_block(capsys):
-    main(["fit", "--federation.help"])
-    said = capsys.readouterr().out
-    for option in ("cohort", "local_steps", "aggregator", "server_optimizer", "min_replies"):
-        assert f"\n  {option} " in said
-    assert "the run stops if a round has fewer valid updates" in " ".join(said.split())
-
-
 @pytest.mark.parametrize(
     ("option", "some", "none"),
     [
@@ -320,15 +284,14 @@ def test_help_explains_every_option_of_the_block(capsys):
         ("updates", ["TopK", "ErrorFeedback"], "SparseSGDM"),
     ],
 )
-def test_help_lists_what_an_option_takes(option, some, none, capsys):
-    main(["fit", "--config", str(CONFIGS / "quickstart.yaml"), f"--federation.{option}.help"])
+def test_help_lists_what_an_option_takes_and_the_options_of_each(option, some, none, capsys):
+    main(["fit", *QUICK, f"--federation.{option}.help"])
     said = capsys.readouterr().out
     assert all(f"\n  {name} " in said for name in some)
     assert none not in said
+    first = re.findall(r"^  (\w+)", said, re.MULTILINE)[0]
     with pytest.raises(SystemExit):
-        main(
-            ["fit", f"--federation.{option}.help", *re.findall(r"^  (\w+)", said, re.MULTILINE)[:1]]
-        )
+        main(["fit", f"--federation.{option}.help", first])
     assert "usage" in capsys.readouterr().out
 
 
@@ -336,57 +299,6 @@ def test_json_configs_work_as_well():
     config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
     Path("quick.json").write_text(json.dumps(config))
     main(["fit", "--config", "quick.json", *ONE_ROUND, "--trainer.fast_dev_run", "true"])
-
-
-class TestDataThatDoNotFit:
-    @pytest.mark.parametrize(
-        ("option", "value", "said"),
-        [
-            ("num_classes", "5", "model.num_classes is 5, and there is a label 9"),
-            ("in_chans", "3", "model.in_chans is 3, and the images have 1 channels"),
-            ("image_size", "16", "model.image_size is 16, and the images are 8 x 8"),
-        ],
-    )
-    def test_they_are_found_before_a_client_trains(
-        self, option, value, said, tmp_path, capsys, monkeypatch
-    ):
-        monkeypatch.setattr("sys.argv", ["fl-lightning"])
-        monkeypatch.chdir(tmp_path)
-        quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-        words = [
-            "fit",
-            "--config",
-            str(quickstart),
-            "--trainer.devices",
-            "1",
-            "--trainer.logger",
-            "false",
-        ]
-        with pytest.raises(SystemExit) as end:
-            main([*words, f"--model.init_args.{option}", value])
-        assert said in str(end.value.code)
-
-
-class TestTheWrongCommand:
-    FOLDER = Path(__file__).parents[2] / "configs"
-
-    @pytest.mark.parametrize(
-        ("command", "file", "said"),
-        [
-            ("fit", "experiments/private.yaml", "use fl-lightning compare"),
-            ("compare", "quickstart.yaml", "use fl-lightning fit"),
-            ("fit", "sweeps/quickstart.yaml", "use fl-lightning sweep --search"),
-        ],
-    )
-    def test_a_file_of_the_other_command(self, command, file, said, capsys):
-        with pytest.raises(SystemExit) as end:
-            main([command, "--config", str(self.FOLDER / file)])
-        assert end.value.code == 2
-        assert said in capsys.readouterr().err
-
-    def test_no_word_at_all_prints_help(self, capsys):
-        main([])
-        assert "fit" in capsys.readouterr().out
 
 
 def test_an_exported_program_and_its_onnx_give_the_modules_outputs(trained, capsys):

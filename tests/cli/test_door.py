@@ -20,15 +20,7 @@ from fl_lightning import ConfigurationError, FederatedCLI, Federation, ImageClas
 from fl_lightning.cli import configs, init, main
 from fl_lightning.cli.checks import imported
 from fl_lightning.cli.errors import Parser
-from fl_lightning.cli.help import (
-    COMMANDS,
-    GROUPS,
-    OF_LIGHTNING,
-    block_help,
-    classes_help,
-    help_of_all,
-    run_help,
-)
+from fl_lightning.cli.help import COMMANDS, GROUPS
 from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
 from fl_lightning.cli.parser_messages import sentence
 from fl_lightning.core.public_names import PACKAGES, exported, public_paths
@@ -86,6 +78,8 @@ def answer(*words, folder="."):
         (["fti"], "'fti' is no command. Did you mean 'fit'?", 2),
         (["--config", "quickstart"], "a command is missing", 2),
         (["compare", "--config", "quickstart"], "use fl-lightning fit", 2),
+        (["fit", "--config", "experiments/private"], "use fl-lightning compare", 2),
+        (["fit", "--config", "sweeps/quickstart"], "use fl-lightning sweep --search", 2),
         (["fit"], "fit needs a configuration: --config quickstart", 2),
         (["fit", "--federation.agregator", "Krum"], "Did you mean 'aggregator'?", 2),
         (["sweep", "--search", "quickstart"], "has no space of values to try", 2),
@@ -108,12 +102,9 @@ def test_the_catalogue_is_what_the_classes_say():
 
 
 def test_help_fits_a_terminal():
-    listed = "\n".join(configs._listed())
-    aggregators = classes_help("federation", "aggregator")
-    runs = [run_help(command) for command in OF_LIGHTNING]
-    for text in (help_of_all(), block_help(), listed, aggregators, *runs):
+    for text in (*contents()["pages"].values(), "\n".join(configs._listed())):
         assert max(map(len, text.splitlines())) <= 80
-    assert all(f"\n  {name} " in help_of_all() for name in COMMANDS)
+    assert all(f"\n  {name} " in contents()["pages"][""] for name in COMMANDS)
 
 
 def test_every_option_of_the_block_is_in_one_group():
@@ -122,8 +113,9 @@ def test_every_option_of_the_block_is_in_one_group():
 
 
 def test_an_option_without_classes_in_the_box_says_what_it_takes():
-    assert "derives from Stage" in classes_help("federation", "stages")
-    assert "any Optimizer of torch.optim" in classes_help("federation", "server_optimizer")
+    pages = contents()["pages"]
+    assert "derives from Stage" in pages["--federation.stages.help"]
+    assert "any Optimizer of torch.optim" in pages["--federation.server_optimizer.help"]
 
 
 def test_a_line_in_a_package_is_all_that_a_new_class_needs(tmp_path):
@@ -254,13 +246,12 @@ def test_a_wrong_value_is_told_with_what_to_write(layer, says, tmp_path, capsys,
     assert (end.value.code, says in " ".join(capsys.readouterr().err.split())) == (2, True)
 
 
-ENTRY = """\
-Parser key "federation.updates":
-  Does not validate against any of the Union subtypes
-  Errors:
-    - Unexpected import path format: TopK(0.1)
-    - Expected a <class 'NoneType'>
-  Given value: ['TopK(0.1)']"""
+def message(option, value, *reasons):
+    """Return what the parser says of a value: the option, and the error of each type that it tried."""
+    lines = [f'Parser key "{option}":', "  Errors:", *(f"    - {reason}" for reason in reasons)]
+    return "\n".join([*lines, "    - Expected a <class 'NoneType'>", f"  Given value: {value}"])
+
+
 SOURCE_OF_DATA = """\
 Parser key "data":
   Errors:
@@ -268,19 +259,18 @@ Parser key "data":
         Parser key "source":
           - Expected a path but Digit either not accessible or invalid
           - Expected a dot import path string: Digit"""
-OF_LIGHTNING_ITSELF = """\
-Parser key "trainer.callbacks":
-  Errors:
-    - Expected a dot import path string: EarlyStoping
-    - Expected a <class 'NoneType'>
-  Given value: EarlyStoping"""
+DOTTED = "Expected a dot import path string: "
 
 
 @pytest.mark.parametrize(
     ("message", "says"),
     [
         (
-            ENTRY,
+            message(
+                "federation.updates",
+                "['TopK(0.1)']",
+                "Unexpected import path format: TopK(0.1)",
+            ),
             (
                 "federation.updates must be a list of classes, each with class_path and init_args or null, "
                 "got ['TopK(0.1)']. Did you mean fl_lightning.updates.TopK?"
@@ -293,19 +283,32 @@ Parser key "trainer.callbacks":
                 "Did you mean fl_lightning.data.Digits?"
             ),
         ),
-        (OF_LIGHTNING_ITSELF, "Did you mean lightning.pytorch.callbacks.EarlyStopping?"),
         (
-            OF_LIGHTNING_ITSELF.replace("EarlyStoping", "Dirichlet").replace(
-                "trainer.callbacks", "data.partition"
-            ),
+            message("trainer.callbacks", "EarlyStoping", f"{DOTTED}EarlyStoping"),
+            "Did you mean lightning.pytorch.callbacks.EarlyStopping?",
+        ),
+        (
+            message("data.partition", "Dirichlet", f"{DOTTED}Dirichlet"),
             (
                 "Did you mean fl_lightning.data.DirichletPerClass or fl_lightning.data.DirichletPerClient "
                 "or fl_lightning.data.DirichletSizes?"
             ),
         ),
+        (
+            message("num_threads", "many", "Not of type PositiveInt: invalid literal for int()"),
+            "num_threads must be a whole number above 0 or null, got many",
+        ),
+        (
+            'Parser key "configs": Not of type Path_fr: File does not exist: no.yaml',
+            "configs: File does not exist: no.yaml. See --help for the options.",
+        ),
+        (
+            message("model.lr", "x", "Expected a <class 'float'>. Got value: x"),
+            "model.lr must be a number or null, got x",
+        ),
     ],
 )
-def test_a_misspelt_class_is_shown_with_those_that_may_be_meant(message, says):
+def test_what_the_parser_says_is_told_in_a_sentence(message, says):
     assert says in sentence(message)
 
 

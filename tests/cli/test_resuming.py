@@ -31,10 +31,7 @@ NONE = ["--trainer.logger", "false"]
 LAST = ["--ckpt_path", "last"]
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def fit(*words, rounds=2):

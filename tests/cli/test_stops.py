@@ -27,11 +27,6 @@ def expected(tmp_path_factory):
     return whole(tmp_path_factory.mktemp("whole"), FEW)
 
 
-@pytest.fixture(scope="module")
-def expected_of_many(tmp_path_factory):
-    return whole(tmp_path_factory.mktemp("whole"), MANY)
-
-
 def parent(run):
     os.kill(run.pid, run.signum)
 
@@ -54,21 +49,25 @@ SIGNALS = [
     (signal.SIGINT, parent, 1, INTERRUPTED),
     (signal.SIGINT, group, 2, INTERRUPTED),
     (signal.SIGKILL, child, 2, 1),
-]
-MORE_SIGNALS = [
-    (signal.SIGINT, group, 1, INTERRUPTED),
-    (signal.SIGINT, parent, 2, INTERRUPTED),
-    (signal.SIGINT, child, 2, INTERRUPTED),
-    (signal.SIGTERM, parent, 1, TERMINATED),
-    (signal.SIGTERM, parent, 2, TERMINATED),
-    (signal.SIGTERM, group, 2, TERMINATED),
-    (signal.SIGTERM, child, 2, TERMINATED),
-    (signal.SIGKILL, parent, 2, KILLED),
+    *(
+        pytest.param(*row, marks=pytest.mark.slow)
+        for row in (
+            (signal.SIGINT, group, 1, INTERRUPTED),
+            (signal.SIGINT, parent, 2, INTERRUPTED),
+            (signal.SIGINT, child, 2, INTERRUPTED),
+            (signal.SIGTERM, parent, 1, TERMINATED),
+            (signal.SIGTERM, parent, 2, TERMINATED),
+            (signal.SIGTERM, group, 2, TERMINATED),
+            (signal.SIGTERM, child, 2, TERMINATED),
+            (signal.SIGKILL, parent, 2, KILLED),
+        )
+    ),
 ]
 
 
-def stop_and_go_on(folder, signum, whom, devices, code, expected):
-    run = Run(folder, devices, FEW)
+@pytest.mark.parametrize(("signum", "whom", "devices", "code"), SIGNALS)
+def test_signals(tmp_path, signum, whom, devices, code, expected):
+    run = Run(tmp_path, devices, FEW)
     run.wait_for_step(1)
     send(run, signum, whom)
     ended, seconds = run.end(60)
@@ -76,24 +75,13 @@ def stop_and_go_on(folder, signum, whom, devices, code, expected):
     assert ended == code, said
     assert seconds < SECONDS, said
     assert "Traceback" not in said
-    done = saved_step(folder)
+    done = saved_step(tmp_path)
     assert 1 <= done < FEW, said
     if signum == signal.SIGINT:
         assert f"stopped by Ctrl-C after round {done}, which is saved: go on with" in said
-    run = Run(folder, devices, FEW, *LAST)
+    run = Run(tmp_path, devices, FEW, *LAST)
     assert run.end()[0] == 0, run.said()
-    assert_same_bits(final_state(folder, FEW), expected)
-
-
-@pytest.mark.parametrize(("signum", "whom", "devices", "code"), SIGNALS)
-def test_signals(tmp_path, signum, whom, devices, code, expected):
-    stop_and_go_on(tmp_path, signum, whom, devices, code, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("signum", "whom", "devices", "code"), MORE_SIGNALS)
-def test_more_signals(tmp_path, signum, whom, devices, code, expected):
-    stop_and_go_on(tmp_path, signum, whom, devices, code, expected)
+    assert_same_bits(final_state(tmp_path, FEW), expected)
 
 
 def kill_again_and_again(folder, devices, times, rounds, expected):
@@ -127,8 +115,9 @@ def test_kills(tmp_path, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_fifteen_kills(tmp_path, devices, expected_of_many):
-    kill_again_and_again(tmp_path, devices, 15, MANY, expected_of_many)
+def test_fifteen_kills(tmp_path, devices):
+    expected = whole(tmp_path / "whole", MANY)
+    kill_again_and_again(tmp_path / "killed", devices, 15, MANY, expected)
 
 
 def run_slowly(folder, devices):

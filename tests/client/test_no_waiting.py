@@ -17,7 +17,7 @@ from toys import ToyModule
 from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.data.shards import batch_reader
+from fl_lightning.data.training_set import batch_reader
 from fl_lightning.data.transforms import PixelPipeline
 from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.step_functions import StackedOptions

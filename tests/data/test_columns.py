@@ -119,9 +119,6 @@ class TestStored:
         assert read_column(table, None).tolist() == Y.tolist()
         assert read_column(table, "writer").tolist() == WRITERS
 
-    def test_strings_of_a_data_frame(self):
-        assert read_column(Pairs(), np.array(WRITERS, dtype=object)).dtype.kind == "U"
-
 
 class TestWrapped:
     @pytest.mark.parametrize("indices", [[2, 0], torch.tensor([2, 0]), np.array([2, 0])])
@@ -137,10 +134,6 @@ class TestWrapped:
         both = ConcatDataset([Subset(one, [11, 3]), other])
         assert read_column(both, None).tolist() == [1, 3, 9, 8, 7]
         assert read_column(Subset(Subset(both, [4, 2, 0]), [2, 1]), None).tolist() == [1, 9]
-
-    def test_parts_that_keep_no_column_are_read_item_by_item(self):
-        both = ConcatDataset([TensorDataset(X[:2], Y[:2]), Pairs()])
-        assert read_column(both, None).tolist() == [0, 1, *Y.tolist()]
 
     def test_a_subset_may_have_labels_of_its_own(self):
         subset = Subset(TensorDataset(X, Y), [3, 1])
@@ -183,9 +176,6 @@ class TestItems:
         dataset = wrap(Items(make))
         assert read_column(dataset, None).tolist() == Y.tolist()
         assert read_column(dataset, "writer").tolist() == WRITERS
-
-    def test_a_key_of_a_mapping_that_is_no_dict(self):
-        assert read_column(Items(Row), "label").tolist() == Y.tolist()
 
     def test_the_second_part(self):
         assert read_column(Pairs(), None).tolist() == Y.tolist()
@@ -299,11 +289,6 @@ class TestInAFederation:
     def test_a_missing_owner_is_no_client(self, owners):
         with pytest.raises(ConfigurationError, match=r"attribute: 6 of 12 values are missing"):
             self.owned(Pairs(), NaturalPartition(owners), num_clients=None)
-
-    def test_another_number_of_clients_than_owners(self):
-        natural = NaturalPartition(attribute=WRITERS)
-        with pytest.raises(ConfigurationError, match="values of the values given, got 4: set num"):
-            self.owned(Pairs(), natural, num_clients=4)
 
     def test_owners_through_subsets_of_concatenated_sets(self):
         both = ConcatDataset([Table({"writer": ["bo", "al"]}), Table({"writer": ["al", "cy"]})])

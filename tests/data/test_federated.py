@@ -9,7 +9,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -52,11 +51,6 @@ class TestShards:
         assert data.labels.tolist() == [i % 3 for i in range(60)]
         assert data.summary().classes_per_client.tolist() == [1] * 6
 
-    def test_labels_can_be_named(self):
-        partition = LabelShards(classes_per_client=1)
-        data = federated(DataLoader(Letters()), partition=partition, labels="writer")
-        assert sorted(owned(data)) == [[0, 4, 8], [1, 3, 5, 7, 9, 11], [2, 6, 10]]
-
     def test_natural_owners_need_no_number(self):
         partition = NaturalPartition(attribute="writer")
         data = federated(DataLoader(Letters()), num_clients=None, partition=partition)
@@ -85,11 +79,6 @@ class TestShards:
             [*range(6, 12)],
         ]
 
-    def test_natural_owners_through_a_subset(self):
-        loader = DataLoader(Subset(Letters(), [0, 1, 3, 4]))
-        data = federated(loader, num_clients=None, partition=NaturalPartition(attribute="writer"))
-        assert owned(data) == [[1, 2], [0, 3]]
-
     def test_held_out_examples_are_never_trained_on(self):
         plain, data = toy_data(), toy_data(client_val_fraction=0.25)
         for whole, train, held in zip(plain.clients, data.clients, data.held_out, strict=True):
@@ -107,9 +96,6 @@ class TestShards:
 
 
 class TestFingerprint:
-    def test_is_the_same_every_time(self):
-        assert toy_data().fingerprint == toy_data().fingerprint
-
     @pytest.mark.parametrize(
         "options", [{"seed": 1}, {"client_val_fraction": 0.1}, {"partition": IID()}]
     )
@@ -149,9 +135,6 @@ class TestBatches:
         data = federated(DataLoader(Letters(), sampler=sampler, batch_size=None))
         assert (data.batch_size, data.drop_last) == (4, True)
 
-    def test_drop_last_is_the_sources(self):
-        assert [toy_data(drop_last=drop).drop_last for drop in (False, True)] == [False, True]
-
     def test_are_put_together_by_the_sources_collate(self):
         loader = DataLoader(Letters(), collate_fn=lambda rows: [int(y) for _, y in rows])
         assert federated(loader).train_batch(torch.tensor([3, 1])) == [3, 1]
@@ -163,9 +146,6 @@ class TestBatches:
             assert [size for _, size in batches] == [len(part) for part in held.split(4)]
             found = torch.cat([x for (x, _), _ in batches])
             assert torch.equal(found, data.source.train.tensors[0][held])
-
-    def test_without_held_out_examples_there_are_none(self):
-        assert list(toy_data().held_out_batches(0)) == []
 
     def test_held_out_batches_are_not_augmented(self):
         data = FederatedDataModule(
@@ -227,21 +207,6 @@ class TestSource:
         trained.setup("fit")
         assert len(trained.clients) == 3
         assert trained.source.stages == ("fit",)
-
-    def test_prepares_and_cleans_up(self):
-        class Noting(ToyData):
-            seen = ()
-
-            def prepare_data(self):
-                self.seen = (*self.seen, "prepare")
-
-            def teardown(self, stage):
-                self.seen = (*self.seen, stage)
-
-        data = FederatedDataModule(Noting(), num_clients=3, seed=0)
-        data.prepare_data()
-        data.teardown("fit")
-        assert data.source.seen == ("prepare", "fit")
 
     def test_its_state_travels_along(self):
         class Remembering(ToyData):

@@ -3,10 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch.nn import Linear
-from torch.nn.functional import mse_loss
-from torch.utils.data import RandomSampler
 
 from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.data import Arrays, HuggingFace, NaturalPartition, Table
@@ -75,14 +71,6 @@ class TestArrays:
         ]
         assert sorted(source.test_set.targets.tolist()) == [0, 0, 1, 1]  # of every class alike
 
-    def test_the_seed_decides_what_is_held_out(self):
-        def held_out(seed):
-            source = ready(Arrays(np.arange(50.0)[:, None], np.zeros(50), seed=seed))
-            return source.test_set.gather(torch.arange(10))[0]
-
-        assert torch.equal(held_out(1), held_out(1))
-        assert not torch.equal(held_out(1), held_out(2))
-
     @pytest.mark.parametrize(
         ("values", "dtype", "num_classes"),
         [
@@ -99,7 +87,6 @@ class TestArrays:
 
     def test_whole_numbers_of_many_values_are_not_guessed(self):
         prices = np.arange(300)
-        refused(lambda: Arrays(np.ones((300, 1)), prices), "target_type", "300 different")
         source = ready(Arrays(np.ones((300, 1)), prices, target_type="number"))
         assert source.train_set.targets.dtype == torch.float32
 
@@ -121,30 +108,6 @@ class TestArrays:
         assert len(data.clients) == 2
         for client, name in enumerate(["al", "bo"]):
             assert set(owners[data.clients[client].numpy()]) == {name}
-        refused(lambda: Arrays("x", "z", file=str(path)), "'z'", "'x', 'y', 'who'")
-        refused(lambda: Arrays("x", "y"), "set file")
-        refused(lambda: Arrays("x", "y", file=str(tmp_path / "no.npz")), "no file")
-
-    def test_a_pickle_in_a_file_is_not_run(self, tmp_path):
-        np.savez(tmp_path / "bad.npz", x=np.array([{}, {}], dtype=object), y=np.arange(2))
-        refused(lambda: Arrays("x", "y", file=str(tmp_path / "bad.npz")), "plain arrays")
-
-    def test_other_wrong_data_is_refused(self):
-        refused(lambda: Arrays(np.eye(3), [0, 1]), "one row for each of 3", "got 2")
-        refused(lambda: Arrays(np.eye(3), [0.0, np.nan, 1.0]), "no finite target")
-        refused(lambda: Arrays(np.array(["a", "b"]), [0, 1]), "numbers")
-        refused(
-            lambda: Arrays(np.eye(2), [0, 1], batch_size=0, val_fraction=1.0), "batch_size", "val"
-        )
-        refused(lambda: Arrays(np.eye(2), [0, 1], test_fraction=0.99), "no training examples")
-
-    def test_central_training_sees_whole_batches_in_a_new_order(self):
-        source = ready(Arrays(np.arange(100.0)[:, None], np.zeros(100), seed=0, batch_size=30))
-        loader = source.train_dataloader()
-        assert isinstance(loader.sampler.sampler, RandomSampler)
-        one, other = (torch.cat([inputs for inputs, _ in loader]) for _ in range(2))
-        assert not torch.equal(one, other)
-        assert torch.equal(one.sort(0).values, other.sort(0).values)
 
     def test_clients_read_what_a_loader_reads(self):
         source = Arrays(np.arange(100.0)[:, None], np.arange(100) % 3, seed=0)
@@ -165,10 +128,6 @@ class TestTargets:
                 Targets.of(values, None, "x")
             with pytest.raises(ConfigurationError, match="1 of 3 examples"):
                 Targets.of(column_of(["a", missing, "b"]), None, "x")
-
-    def test_a_class_that_training_lacks_is_refused(self):
-        with pytest.raises(ConfigurationError, match="'c'"):
-            Targets.of(np.array(["a", "b"]), None, "x").encode(np.array(["a", "c"]), "test")
 
 
 @pytest.fixture
@@ -231,29 +190,6 @@ class TestTable:
         source = ready(Table(holes, "rent", features=["area", "view"], **options))
         assert source.feature_names[1] == "view=missing"
         assert source.train_set.gather(torch.tensor([0]))[0].tolist() == [[-1, 1, 0, 0]]
-
-    def test_a_target_of_strings_is_classes(self, flats):
-        source = ready(Table(flats, "view", ignore=["city"]))
-        assert source.class_names == ("sea", "yard")
-        assert source.train_set.targets.dtype == torch.int64
-
-    def test_wrong_tables_are_refused(self, flats, pandas, tmp_path):
-        refused(lambda: Table(flats, "price"), "'price'", "'rent'")
-        refused(lambda: Table(flats, "rent", ignore=["x"]), "'x'")
-        refused(lambda: Table(flats, "rent", features=["rent"]), "other than the target")
-        refused(lambda: Table(flats, "rent", test=flats[["rent"]]), "test has no column 'area'")
-        refused(lambda: Table(str(tmp_path / "no.csv"), "rent"), "no file")
-        refused(lambda: Table({"rent": [1]}, "rent"), "DataFrame")
-        (tmp_path / "flats.xlsx").touch()
-        refused(lambda: Table(str(tmp_path / "flats.xlsx"), "rent"), ".parquet")
-        (tmp_path / "empty.csv").touch()
-        refused(lambda: Table(str(tmp_path / "empty.csv"), "rent"), "cannot be read")
-        gaps = flats.assign(rent=[None, *flats["rent"][1:]])
-        refused(lambda: Table(gaps, "rent"), "1 of 20 examples have no finite target")
-        when = flats.assign(day=pandas.Timestamp("2020-01-01"))
-        refused(lambda: Table(when, "rent"), "'day' holds times")
-        words = flats.assign(area=["much"] * 20)
-        refused(lambda: Table(flats, "rent", test=words), "'area' holds numbers")
 
 
 def words_to_numbers(*columns, max_length, **_):
@@ -397,33 +333,3 @@ class TestHuggingFace:
             lambda: HuggingFace("nobody/nothing_at_all", inputs=["x"]),
             "cannot be loaded from the hub",
         )
-
-
-class Line(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return mse_loss(self.layer(batch[0])[:, 0], batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_source_trains_by_itself():
-    inputs = np.linspace(-1, 1, 200)[:, None]
-    source = Arrays(inputs, 3 * inputs[:, 0], seed=0)
-    trainer = Trainer(
-        max_epochs=30,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Line(), datamodule=source)
-    assert trainer.callback_metrics["val/loss"] < 1e-3

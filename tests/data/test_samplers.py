@@ -143,10 +143,6 @@ class TestSome:
         data = sampled(SubsetRandomSampler(self.CHOSEN), ignore_sampler=True)
         assert examples(data) == list(range(40))
 
-    def test_refuses_more_clients_than_it_draws(self):
-        with pytest.raises(ConfigurationError, match="at most the number of examples, 8, got 9"):
-            examples(sampled(SubsetRandomSampler(self.CHOSEN), num_clients=9))
-
     @pytest.mark.parametrize("index", [-1, 40])
     def test_refuses_what_is_not_there(self, index):
         with pytest.raises(ConfigurationError, match=f"draws example {index}, and the data set"):
@@ -175,12 +171,6 @@ class TestByWeight:
             assert counts[shard].sum() == draws
             spread = (draws * share * (1 - share)).sqrt()
             assert ((counts[shard] - draws * share).abs() < 5 * spread).all()
-
-    def test_a_pass_has_as_many_draws_as_the_client_has_examples(self):
-        data = sampled(WeightedRandomSampler(WEIGHTS, 40), num_clients=3)
-        (group,) = self.order(data, [0], clients=(0, 1, 2))
-        assert group.num_examples.tolist() == [14, 13, 13]
-        assert group.sizes.tolist() == [5, 5, 4, 5, 5, 3, 5, 5, 3]
 
     def test_draws_depend_on_seed_round_and_client_alone(self):
         data = sampled(WeightedRandomSampler(WEIGHTS, 40))
@@ -227,14 +217,6 @@ class TestByWeight:
         (group,) = self.order(data, [0])
         assert len(group.order) == 40
         assert len(group.order.unique()) < 40
-
-    def test_the_gradient_of_a_shard_is_of_such_a_draw(self):
-        data = sampled(WeightedRandomSampler(WEIGHTS, 40))
-        plan = WorkPlan(data, LocalWork(None, 1, 1, seed=3))
-        work = plan.of((0,), (0,))[0]
-        shard = plan.shard(work)
-        assert shard.order.tolist() != data.clients[0].tolist()
-        assert set(shard.order.tolist()) <= set(data.clients[0].tolist())
 
     @pytest.mark.parametrize("engine", ["sequential", "slots"])
     def test_in_a_run_half_of_what_trains_is_rare(self, engine):

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule
-from fl_lightning.data.roles import SearchHalf
+from fl_lightning.data.roles import partners
 from fl_lightning.data.shards import FlatShards
 
 
@@ -61,11 +61,9 @@ def test_every_example_of_the_second_half_is_somebodys_partner(sizes, fraction):
     )
     training, search = shards.hold_out(fraction, np.random.default_rng(0), at_most_half=True)
     assert (search.num_examples <= training.num_examples).all()
-    halves = SearchHalf(training, search)
+    partner = partners(training, search)
     for mine, others in zip(training, search, strict=True):
-        partners = halves.partners(mine)
-        assert set(partners.tolist()) <= set(others.tolist())
-        assert set(partners.tolist()) == set(others.tolist())
+        assert set(partner[mine].tolist()) == set(others.tolist())
 
 
 def test_a_central_run_sees_the_same_pairs():
@@ -88,7 +86,7 @@ def test_a_client_with_one_example_is_refused():
 def test_shards_that_overlap_are_refused():
     shards = FlatShards.of([np.array([0, 1]), np.array([1, 2])])
     with pytest.raises(ConfigurationError, match="do not overlap"):
-        SearchHalf(shards, FlatShards.of([np.array([3]), np.array([4])]))
+        partners(shards, FlatShards.of([np.array([3]), np.array([4])]))
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 0.6])

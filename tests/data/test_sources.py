@@ -66,27 +66,20 @@ def test_chosen_classes_are_what_remains_of_the_same_splits():
         assert torch.equal(chosen.images, all_images.images[kept])
 
 
-@pytest.mark.parametrize("classes", [[], [1, 1], [3, 10], [-1]])
+@pytest.mark.parametrize("classes", [[], [3, 10], [-1]])
 def test_classes_that_there_are_not_are_refused(classes):
     with pytest.raises(ConfigurationError, match="classes must be"):
         ready(Digits(classes=classes))
 
 
-def test_splits_depend_on_the_seed_and_by_default_on_the_runs(monkeypatch):
-    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
-    runs = [ready(Digits(seed=seed)) for seed in (5, None, 6)]
-    for name in ("train_set", "val_set", "test_set"):
-        first, same, other = (getattr(run, name).images for run in runs)
-        assert torch.equal(first, same)
-        assert not torch.equal(first, other)
-
-
-def test_training_order_is_seeded_and_new_each_pass():
+def test_splits_and_training_order_are_seeded_and_the_order_is_new_each_pass(monkeypatch):
     def passes(seed):
         loader = ready(Digits(seed=seed)).train_dataloader()
         return [all_batches(loader)[1] for _ in range(2)]
 
-    first, same = passes(1), passes(1)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    first, same = passes(1), passes(None)
+    assert not torch.equal(passes(2)[0], first[0])
     assert all(map(torch.equal, first, same))
     assert not torch.equal(first[0], first[1])
     assert torch.equal(torch.bincount(first[0]), torch.bincount(first[1]))
@@ -117,13 +110,6 @@ def test_batches_have_their_shapes_types_and_scale():
     assert abs(everything.std() - 1) < 0.02
     assert plain.train_set.images.max() == 255
     assert (plain.num_classes, plain.class_names) == (10, tuple("0123456789"))
-
-
-def test_setup_loads_once():
-    digits = ready(Digits())
-    before = digits.train_set
-    digits.setup("test")
-    assert digits.train_set is before
 
 
 def test_every_setting_out_of_range_is_named_at_once():
@@ -287,12 +273,6 @@ def test_a_fraction_of_the_training_examples_is_of_every_class_equally(fraction)
         Digits(fraction=0.0)
 
 
-def test_digits_are_never_mirrored():
-    assert not MNIST.pipeline.horizontal_flip
-    assert not Digits.pipeline.horizontal_flip
-    assert FashionMNIST.pipeline.horizontal_flip
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_cifar10_reads_its_batches(tmp_path):
     files = {f"data_batch_{i}": 20 for i in range(1, 6)} | {"test_batch": 20}
@@ -412,14 +392,6 @@ def test_normalisation_can_be_given(folder):
     source = ready(ImageFolder(str(folder), image_size=8, augment=False, **settings))
     images, _ = all_batches(source.train_dataloader())
     assert 0 <= images.min() < images.max() <= 1
-
-
-def test_no_such_folder_explains_the_layout(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"no folder .*train\. .*<class>/<name>\.jpg"):
-        ready(ImageFolder(str(tmp_path), image_size=8))
-    (tmp_path / "train").mkdir()
-    with pytest.raises(ConfigurationError, match="has no folders in it"):
-        ready(ImageFolder(str(tmp_path), image_size=8))
 
 
 def test_other_classes_in_the_test_folder_are_listed(folder):

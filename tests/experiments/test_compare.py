@@ -2,33 +2,18 @@
 
 import csv
 import re
-import sys
 from pathlib import Path
 
 import matplotlib.image
 import pytest
 import yaml
+from toys import toy_options
 
 from fl_lightning.cli import main
 from fl_lightning.experiments.results import curves
 
-BASE = {
-    "model": {"class_path": "toys.ToyModule"},
-    "data": {
-        "class_path": "fl_lightning.FederatedDataModule",
-        "init_args": {"source": {"class_path": "toys.ToyData"}, "num_clients": 4},
-    },
-    "federation": {"local_steps": 2, "engine": "sequential"},
-    "trainer": {
-        "max_epochs": 3,
-        "accelerator": "cpu",
-        "enable_model_summary": False,
-        "logger": {
-            "class_path": "lightning.pytorch.loggers.CSVLogger",
-            "init_args": {"save_dir": "elsewhere"},
-        },
-    },
-}
+CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "elsewhere"}}
+BASE = toy_options(max_epochs=3, logger=CSV)
 FRAGILE = {"trainer": {"callbacks": [{"class_path": "toys.NeedsFile", "init_args": {"path": "f"}}]}}
 EXPERIMENT = {
     "base": BASE,
@@ -37,12 +22,7 @@ EXPERIMENT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-    root = Path(__file__).parents[2]
-    monkeypatch.setenv("PYTHONPATH", f"{root}:{root / 'tests'}")
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def compare(*words, **changes):

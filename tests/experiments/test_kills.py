@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cli.stopping import members
-from experiments.test_sweep import BASE, ROOT, SEARCH
+from experiments.test_sweep import BASE, SEARCH
 from lightning.pytorch import Callback
 
 from fl_lightning.cli import main
@@ -57,10 +57,7 @@ WORDS = {"compare": ["compare", "--config", "compare.yaml"], "sweep": ["sweep", 
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+def files(in_an_empty_folder):
     for command, content in FILES.items():
         Path(f"{command}.yaml").write_text(yaml.safe_dump(content))
 

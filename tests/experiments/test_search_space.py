@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import FloatDistribution, IntDistribution
+from toys import toy_options
 
 from fl_lightning.cli.commands import resolve
 from fl_lightning.core.errors import ConfigurationError
@@ -16,17 +17,10 @@ from fl_lightning.experiments.space import Parameter, Search, read_parameters
 from fl_lightning.experiments.study import ask, sampler_of
 from fl_lightning.experiments.sweep_plan import place_of, plan_search, short_names, with_values
 
-BASE = {
-    "model": {"class_path": "toys.ToyModule"},
-    "data": {
-        "class_path": "fl_lightning.FederatedDataModule",
-        "init_args": {"source": {"class_path": "toys.ToyData"}, "num_clients": 4},
-    },
-    "federation": {
-        "local_steps": 2,
-        "cohort": {"class_path": "fl_lightning.UniformCohort", "init_args": {"size": 2}},
-    },
-    "trainer": {"max_epochs": 3, "accelerator": "cpu"},
+BASE = toy_options(max_epochs=3)
+BASE["federation"]["cohort"] = {
+    "class_path": "fl_lightning.UniformCohort",
+    "init_args": {"size": 2},
 }
 LR = {"low": 0.01, "high": 1.0, "log": True}
 
@@ -64,14 +58,17 @@ def test_ranges_and_choices_are_read():
         ({}, "there is nothing to search"),
         ({"a": 3}, "a must be a list of values, or have low and high, or choices, got 3"),
         ({"a": {"low": 1}}, "a must have both low and high"),
-        ({"a": {"low": 2, "high": 1}}, "a has low: 2 above high: 1"),
-        ({"a": {"low": 0, "high": 1, "log": True}}, "needs low above 0, got 0"),
+        (
+            {"a": {"low": 2, "high": 1}},
+            "a is no range: `low <= high` must hold, but got (low=2, high=1)",
+        ),
+        ({"a": {"low": 0, "high": 1, "log": True}}, "`low >= 1` must hold for `log=True`"),
         ({"a": {"low": 1, "high": 2, "log": "yes"}}, "log: true or false, got 'yes'"),
         ({"a": {"low": "one", "high": 2}}, "low that must be a number, got 'one'"),
         ({"a": {"low": True, "high": 2}}, "low that must be a finite number, got True"),
         ({"a": {"low": 0, "high": math.inf}}, "high that must be a finite number"),
         ({"a": {"low": 0, "high": 1, "setp": 1}}, "a has setp, which is not one of low, high"),
-        ({"a": {"low": 1, "high": 9, "log": True, "step": 2}}, "a step above 0 and no log"),
+        ({"a": {"low": 1, "high": 9, "log": True, "step": 2}}, "a is no range: "),
         ({"a": []}, "at least one value"),
         ({"a": [{"class_path": "x.A"}, {"class_path": "y.A"}]}, "choices of the same name"),
         ({"a": [1, 2], "a.b": [1, 2]}, "a.b lies inside a"),

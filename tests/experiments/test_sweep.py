@@ -12,29 +12,18 @@ import optuna
 import pytest
 import yaml
 from lightning.pytorch import Callback
+from toys import toy_options
 
 from fl_lightning.cli.main import main
 from fl_lightning.experiments.results import curves
 
 ROOT = Path(__file__).parents[2]
-BASE = {
-    "model": {"class_path": "toys.ToyModule"},
-    "data": {
-        "class_path": "fl_lightning.FederatedDataModule",
-        "init_args": {"source": {"class_path": "toys.ToyData"}, "num_clients": 4},
-    },
-    "federation": {"local_steps": 2, "engine": "sequential"},
-    "trainer": {"max_epochs": 4, "accelerator": "cpu", "enable_model_summary": False},
-}
+BASE = toy_options(max_epochs=4)
 LR = {"low": 1.0e-4, "high": 1.0, "log": True}
 SEARCH = {"base": BASE, "space": {"model.lr": LR}, "startup_trials": 2, "min_rounds": 1}
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def write(**changes):

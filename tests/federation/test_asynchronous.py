@@ -13,7 +13,7 @@ from test_masks import Masked, some_masks
 from torch import nn
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
+from fl_lightning import ConfigurationError, Federation, Mean
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedArrivals
 from fl_lightning.client.clocks import VirtualClock, write_arrivals
 from fl_lightning.client.devices import WorkResult
@@ -162,7 +162,7 @@ def test_with_equal_devices_nobody_is_late_and_it_is_fedavg():
 def test_fedasync_of_one_client_at_a_time_is_fedavg_of_it():
     rule = FedAsync(concurrency=1, mixing=1.0)
     mixed, _, federation = run(EQUAL, asynchronous=rule, local_steps=3)
-    order = [list(federation._calendar.time.arrivals.step(n).versions) for n in range(3)]
+    order = [list(federation._calendar.arrivals.step(n).versions) for n in range(3)]
 
     class Replay(Cohort):
         def expected_size(self, num_clients):
@@ -183,9 +183,9 @@ def test_fedasync_of_one_client_at_a_time_is_fedavg_of_it():
 def test_resumes_anywhere_to_the_same_bits(tmp_path, rule):
     settings = {"asynchronous": rule, "local_steps": 2, "max_epochs": 6}
     expected, rows, federation = run(UNEQUAL, SaveEverywhere(tmp_path), **settings)
-    steps = [federation._calendar.time.arrivals.step(n) for n in range(6)]
+    steps = [federation._calendar.arrivals.step(n) for n in range(6)]
     assert any(v < n for n, step in enumerate(steps) for v in step.versions.values())
-    for moment in ("1-group0", "2-end", "4-group0", "5-validation"):
+    for moment in ("1-trained", "2-end", "4-trained", "5-validation"):
         module, again, _ = run(UNEQUAL, ckpt_path=tmp_path / f"{moment}.ckpt", **settings)
         assert torch.equal(weights(module), weights(expected)), moment
         assert again == rows[-len(again) :]
@@ -228,7 +228,7 @@ def test_stale_starts_by_a_plain_loop(engine):
     versions = [0.0]
     for number in range(8):
         x = versions[-1]
-        for client, version in federation._calendar.time.arrivals.step(number).versions.items():
+        for client, version in federation._calendar.arrivals.step(number).versions.items():
             rate = 0.5 * 0.8**version  # of when it was started, whose clients know no later one
             moved = rate * (means[client] - versions[version])
             x += moved * (1 + number - version) ** -0.5 / 2
@@ -296,11 +296,11 @@ def recorded(tmp_path_factory):
     settings = {"asynchronous": rule, "local_steps": 2, "max_epochs": 6}
     devices = Devices(speeds=LogNormalSpeeds(sigma=1.0), jitter=0.2, drop_rate=0.3)
     module, rows, federation = run(devices, **settings)
-    fleet = federation._calendar.time.fleet
+    fleet = federation._calendar.fleet
     clock = Noting(lambda client, start: fleet.result(client, 2, draw=start))
     again = Arrivals(clock, 6, 4, 2, federation.seed)
     step = [again.step(number) for number in range(6)][-1]
-    assert step == federation._calendar.time.arrivals.step(5)
+    assert step == federation._calendar.arrivals.step(5)
     write_arrivals(file, clock.order, 2)
     return module, rows, settings, str(file)
 
@@ -359,9 +359,7 @@ def test_a_checkpoint_of_another_story_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cohort": UniformCohort(size=2)}, "leave cohort out"),
         ({"devices": None}, "asynchronous needs devices"),
-        ({"correction": Scaffold()}, "Scaffold compares clients that began from the same model"),
         ({"devices": Devices(speeds=GivenSpeeds([1.0]), deadline=9.0)}, "leave devices.deadline"),
         (
             {"asynchronous": FedBuff(concurrency=7)},

@@ -23,7 +23,7 @@ from fl_lightning.federation.visits.shard_gradient import measured_losses
 def run(cohort, *callbacks, ckpt_path=None, max_epochs=4, module=None, **options):
     seed_everything(0, verbose=False)
     module = module or ToyModule(dropout=0.3, scheduler=False)
-    options = {"local_steps": 2, "seed": 3, "clients_per_group": 1, **options}
+    options = {"local_steps": 2, "seed": 3, **options}
     federation = Federation(cohort=cohort, **options)
     trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs)
     trainer.fit(module, datamodule=toy_data(), ckpt_path=ckpt_path)
@@ -55,17 +55,17 @@ def test_rounds_without_anybody_leave_the_model_as_it_is():
 )
 def test_resumed_anywhere_a_run_draws_the_same_clients(tmp_path, cohort):
     expected, rounds = run(cohort, SaveEverywhere(tmp_path))
-    for moment in ("0-group0", "1-end", "2-group1", "3-validation"):
+    for moment in ("0-trained", "1-end", "2-trained", "3-validation"):
         module, resumed = run(cohort, ckpt_path=tmp_path / f"{moment}.ckpt")
         assert torch.equal(weights(module), weights(expected)), moment
-        population, other = rounds.run.groups.population, resumed.run.groups.population
+        population, other = rounds.run.cohorts.population, resumed.run.cohorts.population
         np.testing.assert_array_equal(population.losses, other.losses)
         np.testing.assert_array_equal(population.last_rounds, other.last_rounds)
 
 
 def test_what_is_known_is_the_last_training_loss():
     _, rounds = run(UniformCohort(size=3), max_epochs=3)
-    population = rounds.run.groups.population
+    population = rounds.run.cohorts.population
     last = {}
     for number in range(3):
         for client in UniformCohort(size=3).sample(number, population, 3).tolist():

@@ -28,7 +28,7 @@ class Facts(Callback):
 def run(devices, *more, callbacks=(), ckpt_path=None, max_epochs=3, data=None, **options):
     seed_everything(0, verbose=False)
     module, facts = ToyModule(dropout=0.3, scheduler=False), Facts()
-    options = {"seed": 3, "clients_per_group": 1, **options}
+    options = {"seed": 3, **options}
     federation = Federation(devices=devices, **options)
     trainer = toy_trainer(facts, federation, *more, *callbacks, max_epochs=max_epochs)
     # the facts of a round are there once the federation has logged them
@@ -93,7 +93,7 @@ def test_lost_updates_come_at_the_stated_rate_and_resume_alike(tmp_path):
     cohort = UniformCohort(size=4)
     settings = {"local_steps": 3, "cohort": cohort}
     expected, rows, _ = run(devices, SaveEverywhere(tmp_path), **settings)
-    for moment in ("0-group2", "1-end", "2-group1"):
+    for moment in ("0-trained", "1-end", "2-trained"):
         module, again, _ = run(devices, ckpt_path=tmp_path / f"{moment}.ckpt", **settings)
         assert torch.equal(weights(module), weights(expected)), moment
         assert again == rows[-len(again) :]
@@ -129,7 +129,7 @@ def test_over_processes_as_in_one():
 
 def test_slots_count_the_same_work():
     devices = Devices(speeds=LogNormalSpeeds(sigma=1.0), deadline=4.0)
-    options = {"local_steps": 4, "clients_per_group": None}
+    options = {"local_steps": 4}
     one, *_ = run(devices, engine="sequential", **options)
     many, _, federation = run(devices, engine="slots", slots=3, **options)
     assert federation.rounds.clients.engine.slots is not None

@@ -31,7 +31,6 @@ from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.metrics import metrics_of
 from fl_lightning.data import Digits
 from fl_lightning.federation.clients import choice, trial
-from fl_lightning.federation.clients.engine_options import trains_in_large_groups
 from fl_lightning.federation.clients.in_slots import fitting_slots
 from fl_lightning.federation.processes.interruption import Interruption
 from fl_lightning.kernels.layers import reason_against_direct_layers
@@ -629,12 +628,6 @@ def test_slots_that_are_not_compiled_are_four_times_as_many(rule, size, slots, c
     trainer.strategy.optimizers = [rule(nn.Linear(1, 1).parameters(), lr=0.1)]
     assert fitting_slots(trainer, size, compiled=False) == slots
     assert fitting_slots(trainer, size, compiled=True) == compiled
-
-
-@pytest.mark.parametrize(("num_steps", "is_one"), [(499, False), (500, True)])
-def test_a_cohort_is_one_group_where_slots_are_tried(num_steps, is_one):
-    of_run = nn.Linear(2, 1), torch.device("cpu"), num_steps
-    assert trains_in_large_groups("auto", *of_run) is is_one
 
 
 class Dropped:

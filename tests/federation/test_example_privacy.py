@@ -13,12 +13,9 @@ from toys import Given, SaveEverywhere, ToyData, ToyModule, toy_data, toy_traine
 
 from fl_lightning import (
     ConfigurationError,
-    Ditto,
     ExampleDP,
     Federation,
-    FedLC,
     FedProx,
-    Moon,
     PoissonCohort,
     Scaffold,
     UniformCohort,
@@ -29,7 +26,6 @@ from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.privacy.mechanism import AccountedRun, LocalSampling
-from fl_lightning.server import AFL, FedBuff, QFedAvg, TiltedMean
 from fl_lightning.server.robust.rule import Median
 from fl_lightning.updates import TopK
 
@@ -115,9 +111,7 @@ def test_what_is_said_logged_and_accounted(caplog):
     assert "privacy/clip_fraction" not in facts(silent)
 
 
-@pytest.mark.parametrize("clients_per_group", [1, 3])
-def test_every_step_of_local_epochs_is_accounted(clients_per_group):
-    """In however many groups the clients come: for Lightning these are accumulated batches."""
+def test_every_step_of_local_epochs_is_accounted():
     sizes = toy_data().clients.num_examples
     local = LocalSampling(sizes, 8, 3 * -(-sizes // 8))
     made = private().mechanism(AccountedRun(UniformCohort(size=3), 6, 2, seed=4, local=local))
@@ -127,7 +121,6 @@ def test_every_step_of_local_epochs_is_accounted(clients_per_group):
         cohort=UniformCohort(size=3),
         local_steps=None,
         local_epochs=3,
-        clients_per_group=clients_per_group,
     )
     assert facts(trainer)["privacy/epsilon"] == pytest.approx(made.epsilon(2), rel=1e-4)
 
@@ -155,9 +148,9 @@ def test_a_budget_ends_the_run_and_noise_is_found_for_one():
 
 
 def test_resuming_spends_and_draws_nothing_twice(tmp_path):
-    options = {"privacy": private(), "cohort": PoissonCohort(fraction=0.6), "clients_per_group": 1}
+    options = {"privacy": private(), "cohort": PoissonCohort(fraction=0.6)}
     module, trainer = run(callbacks=[SaveEverywhere(tmp_path)], **options)
-    for moment in ("0-end", "1-group1", "2-validation"):
+    for moment in ("0-end", "1-trained", "2-validation"):
         again, resumed = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
         assert torch.equal(weights(again), weights(module)), moment
         assert facts(resumed) == facts(trainer)
@@ -210,23 +203,10 @@ def test_what_follows_from_private_updates_is_allowed(options):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"correction": Moon()}, "Moon looks at a client's examples"),
-        ({"correction": FedLC()}, "FedLC looks at a client's examples"),
         ({"correction": Scaffold(option="I")}, "Scaffold looks at a client's examples"),
-        ({"aggregator": QFedAvg()}, "QFedAvg weighs clients by their training losses"),
-        ({"aggregator": TiltedMean()}, "TiltedMean weighs clients by"),
-        ({"aggregator": AFL(step=0.1)}, "AFL weighs clients by"),
-        ({"personal": Ditto()}, "personal Ditto takes steps that would cost"),
         ({"engine": "slots"}, "set engine to sequential"),
         ({"speedups": ["channels_last"]}, "leave speedups out"),
         ({"cohort": BySizeCohort(size=2)}, "set federation.cohort to one of"),
-        (
-            {
-                "asynchronous": FedBuff(buffer_size=3, concurrency=4),
-                "devices": Devices(speeds=LogNormalSpeeds()),
-            },
-            "how often a client trains",
-        ),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )

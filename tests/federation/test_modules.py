@@ -44,13 +44,22 @@ class WithIdleHook(ToyModule):
         self.backwards.append(True)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
-def test_lean_and_full_steps_agree_bit_for_bit(precision):
+@pytest.mark.parametrize(
+    ("precision", "clip"),
+    [
+        ("32-true", {}),
+        ("32-true", {"gradient_clip_val": 0.05}),
+        ("64-true", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        ("bf16-mixed", {"gradient_clip_val": 0.05}),
+        ("bf16-true", {}),
+    ],
+)
+def test_lean_and_full_steps_agree_bit_for_bit(precision, clip):
     ends = []
     for kind in (ToyModule, WithIdleHook):
         seed_everything(0, verbose=False)
         module = kind(dropout=0.3)
-        _, federation = fit(module, precision=precision)
+        _, federation = fit(module, precision=precision, **clip)
         assert federation.rounds.clients.step.is_lean == (kind is ToyModule)
         ends.append(weights(module))
     assert torch.equal(*ends)

@@ -34,6 +34,7 @@ from fl_lightning import (
 )
 from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.data import Digits, LabelShards
+from fl_lightning.federation import recalled_models
 from fl_lightning.server import FedBuff
 
 
@@ -88,16 +89,15 @@ DIGITS = {
 
 
 class TestReductions:
-    def test_the_global_model_is_that_of_fedavg_bit_for_bit(self):
-        expected = weights(run(None)[0])
-        for personal in (FineTuned(3), Ditto(0.5), APFL()):
-            assert torch.equal(weights(run(personal)[0]), expected), personal
+    @pytest.mark.parametrize("plugins", [None, scaler], ids=["plain", "fp16"])
+    def test_the_global_model_is_that_of_fedavg_bit_for_bit(self, plugins):
+        def end(rule):
+            trainer = {} if plugins is None else {"plugins": [plugins()]}
+            return weights(run(rule, trainer=trainer)[0])
 
-    def test_also_with_a_gradient_scaler(self):
-        rules = (None, Ditto(0.5), APFL())
-        ends = [weights(run(rule, trainer={"plugins": [scaler()]})[0]) for rule in rules]
-        assert torch.equal(ends[0], ends[1])
-        assert torch.equal(ends[0], ends[2])
+        expected = end(None)
+        for rule in (FineTuned(3), Ditto(0.5), APFL()):
+            assert torch.equal(end(rule), expected), rule
 
     def test_with_no_epoch_of_their_own_heads_stay_as_they_are(self):
         class Frozen(Rich):
@@ -265,11 +265,10 @@ def test_norm_counters_stay_with_the_client():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
-    options = {"clients_per_group": 1}
-    whole, federation = run(KINDS[kind], Rich, SaveEverywhere(tmp_path), **options)
-    for moment in ("0-group1", "1-end", "2-group1"):
+    whole, federation = run(KINDS[kind], Rich, SaveEverywhere(tmp_path))
+    for moment in ("0-trained", "1-end", "2-trained"):
         path = tmp_path / f"{moment}.ckpt"
-        again, resumed = run(KINDS[kind], ckpt_path=path, **options)
+        again, resumed = run(KINDS[kind], ckpt_path=path)
         assert torch.equal(weights(again), weights(whole)), path
         assert memories(resumed).keys() == memories(federation).keys()
         for client, own in memories(federation).items():
@@ -278,7 +277,7 @@ def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["FedRep", "APFL"])
 def test_two_processes_are_one(kind, tmp_path):
-    options = {"aggregator": Mean(exact=True), "clients_per_group": 1}
+    options = {"aggregator": Mean(exact=True)}
     ends, tables = [], []
     for number in (1, 2):
         folder = tmp_path / str(number)
@@ -520,3 +519,11 @@ class TestCorrectionsBesideACopy:
         present = federation.state_dict()["memory"]["present"]
         learnt = [entry for entry in present if entry[0] == "correction"]
         assert learnt == plain.state_dict()["memory"]["present"]
+
+
+def test_personal_models_in_files_of_a_process_that_ended_are_not_evaluated(caplog):
+    memory = {"present": [("personal", 0, "gone.vector", "float32", 1)]}
+    saved = {"personal": {"names": ["bias"]}, "memory": memory}
+    with caplog.at_level("INFO"):
+        assert recalled_models(toy_trainer(), KINDS["FedRep"], 0, None, saved) is None
+    assert "evaluate them with ckpt_path" in caplog.text

@@ -15,12 +15,12 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
-from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, SaveOnException, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ClientEvaluation,
@@ -163,8 +163,7 @@ def fit(devices, make=None, data=None, *callbacks, ckpt_path=None, exact=False, 
         if name in options
     }
     federation = Federation(
-        **{"cohort": UniformCohort(size=4), "local_epochs": 2, "clients_per_group": 1, "seed": 4}
-        | options,
+        **{"cohort": UniformCohort(size=4), "local_epochs": 2, "seed": 4} | options,
         aggregator=Mean(exact=exact),
         server_optimizer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5),
     )
@@ -475,7 +474,7 @@ def uninterrupted(tmp_path_factory):
 
 
 class TestResuming:
-    @pytest.mark.parametrize("moment", ["0-group1", "0-validation", "1-group0", "2-validation"])
+    @pytest.mark.parametrize("moment", ["0-trained", "0-validation", "1-trained", "2-validation"])
     def test_anywhere_ends_in_the_same_bits(self, uninterrupted, moment):
         folder, expected, metrics = uninterrupted
         module, trainer = fit(2, ckpt_path=folder / f"{moment}.ckpt", exact=True)
@@ -487,8 +486,7 @@ class TestResuming:
     @pytest.mark.parametrize(
         ("devices", "moment"),
         [
-            *((1, "0-end"), (3, "0-end"), (3, "1-validation"), (1, "1-group1")),
-            *((1, "1-group0"), (3, "1-group0")),  # inside a round, which begins anew
+            *((1, "0-end"), (3, "0-end"), (3, "1-validation"), (1, "1-trained"), (3, "1-trained")),
         ],
     )
     def test_with_another_number_of_processes(self, uninterrupted, devices, moment):
@@ -500,31 +498,28 @@ class TestResuming:
     def test_a_failed_round_is_trained_again(self, tmp_path):
         """What is saved after the round's clients have trained, before the server's step."""
 
-        class SavesThen(Callback):
-            sees_groups = True
-
-            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-                trainer.save_checkpoint(tmp_path / "inside.ckpt")
-
         data = toy_data(batch_size=4, drop_last=True)
         with pytest.raises(ClientFailure):
-            fit(2, sabotaged(data, [0], "raise"), data, SavesThen(), cohort=None)
+            fit(
+                2,
+                sabotaged(data, [0], "raise"),
+                data,
+                SaveOnException(tmp_path / "inside.ckpt"),
+                cohort=None,
+            )
         module, _ = fit(2, ToyModule, data, ckpt_path=tmp_path / "inside.ckpt", cohort=None)
         expected, _ = fit(2, ToyModule, data, cohort=None)
         assert torch.equal(weights(module), weights(expected))
 
-    def test_the_checkpoint_is_of_the_rounds_start(self, uninterrupted):
-        folder, *_ = uninterrupted
-        end = torch.load(folder / "0-end.ckpt", weights_only=True)["state_dict"]
-        inside = torch.load(folder / "1-group0.ckpt", weights_only=True)["state_dict"]
-        assert all(torch.equal(end[name], inside[name]) for name in end)
-
 
 def test_what_a_fit_leaves_behind_comes_home(tmp_path):
     callback = ModelCheckpoint(tmp_path, monitor="val/loss", save_last=True)
-    _, trainer = fit(2, None, None, callback, enable_checkpointing=True)
+    stopping = EarlyStopping("val/loss", patience=9)
+    _, trainer = fit(2, None, None, callback, stopping, enable_checkpointing=True)
     assert Path(callback.best_model_path).exists()
     assert Path(callback.last_model_path).exists()
+    assert callback.best_model_score == stopping.best_score  # states of all callbacks
+    assert trainer.callbacks[0].state_dict()["server"]
     with pytest.raises(ConfigurationError, match="build another Trainer"):
         trainer.fit(Counting(), datamodule=toy_data())
 
@@ -610,25 +605,21 @@ def test_processes_started_from_outside_all_know_everything(tmp_path):
 
 def test_every_client_is_in_one_share():
     from fl_lightning.data.cohorts.population import Population
-    from fl_lightning.federation.groups import RoundGroups, Share
+    from fl_lightning.federation.round_cohorts import RoundCohorts, Share
 
     work = np.arange(1, 31)
     for num_ranks in (1, 2, 3, 7):
         parts = [
-            RoundGroups(
+            RoundCohorts(
                 PoissonCohort(fraction=0.3),
                 Population(work),
                 seed=0,
                 share=Share(work, rank, num_ranks),
-                clients_per_group=2,
             )
             for rank in range(num_ranks)
         ]
-        assert len({len(part) for part in parts}) == 1
         for round_index in range(5):
-            shares = [
-                [client for group in part.groups(round_index) for client in group] for part in parts
-            ]
+            shares = [list(part.clients(round_index)) for part in parts]
             assert all(share == sorted(share) for share in shares)
             cohort = PoissonCohort(fraction=0.3).sample(round_index, Population(work), 0)
             assert sorted(client for share in shares for client in share) == cohort.tolist()

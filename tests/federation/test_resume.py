@@ -1,11 +1,14 @@
 """A run taken up from any checkpoint ends in the same bits as one that was never stopped."""
 
+from functools import partial
+from queue import SimpleQueue
+
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torchmetrics import SumMetric
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, SaveOnException, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -35,7 +38,6 @@ def run(
         cohort=cohort or UniformCohort(size=3),
         local_epochs=2,
         server_optimizer=server_optimizer,
-        clients_per_group=1,
         seed=seed,
         **(federated or {}),
     )
@@ -45,8 +47,8 @@ def run(
 
 
 MOMENTS = [
-    *("0-group0", "0-end", "3-group0", "3-group2", "3-end"),
-    *(f"1-{m}" for m in ("group0", "group1", "group2", "validation", "end")),
+    *("0-trained", "0-end", "3-trained", "3-end"),
+    *(f"1-{m}" for m in ("trained", "validation", "end")),
 ]
 
 
@@ -66,28 +68,58 @@ def test_resume_anywhere(uninterrupted, moment):
     assert torch.equal(weights(module), expected)
     assert trainer.global_step == 4
     assert trainer.current_epoch == 4
-    if moment not in ("3-group2", "3-end"):  # nothing was left to do, so nothing was logged
+    if moment not in ("3-trained", "3-end"):  # nothing was left to do, so nothing was logged
         for name in ("train/loss", "train/accuracy", "round/cohort_size", "train/loss_std"):
             assert trainer.callback_metrics[name] == metrics[name], name
 
 
-def test_checkpoints_hold_the_global_model_also_inside_a_round(uninterrupted):
-    folder, *_ = uninterrupted
-    end = torch.load(folder / "0-end.ckpt", weights_only=True)["state_dict"]
-    inside = torch.load(folder / "1-group1.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(end[name], inside[name]) for name in end)
+class Stopped(BaseException):
+    """Not a client's failure: as when the user interrupts."""
+
+
+class Stops(ToyModule):
+    """Stops the run at its n-th local step of all."""
+
+    def __init__(self, at, **options):
+        super().__init__(**options)
+        self.at, self.steps = at, SimpleQueue()  # which no client's state is
+
+    def training_step(self, batch, batch_idx):
+        if self.steps.qsize() == self.at:
+            raise Stopped
+        self.steps.put(None)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("at", [1, 17, 31])
+def test_a_run_stopped_inside_a_round_trains_it_again_to_the_same_model(
+    uninterrupted, tmp_path, at
+):
+    folder, options, expected, _ = uninterrupted
+    path = tmp_path / "stopped.ckpt"
+    with pytest.raises(Stopped):
+        run(kind=partial(Stops, at), callbacks=[SaveOnException(path)], **options)
+    inside = torch.load(path, weights_only=True)
+    assert inside["epoch"] < 4
+    if inside["epoch"]:
+        end = torch.load(folder / f"{inside['epoch'] - 1}-end.ckpt", weights_only=True)
+        for name, tensor in end["state_dict"].items():
+            assert torch.equal(tensor, inside["state_dict"][name]), name
+    module, trainer = run(kind=partial(Stops, -1), ckpt_path=path, **options)
+    assert torch.equal(weights(module), expected)
+    assert (trainer.global_step, trainer.current_epoch) == (4, 4)
 
 
 def test_checkpoints_hold_no_client_optimizer_state(uninterrupted):
     folder, *_ = uninterrupted
-    checkpoint = torch.load(folder / "1-group1.ckpt", weights_only=True)
+    checkpoint = torch.load(folder / "1-trained.ckpt", weights_only=True)
     assert checkpoint["optimizer_states"][0]["state"] == {}
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
 def test_resume_in_other_precisions(tmp_path, precision):
     expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], precision=precision)
-    for moment in ("1-group1", "1-end", "2-validation"):
+    for moment in ("1-trained", "1-end", "2-validation"):
         module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", precision=precision)
         assert torch.equal(weights(module), weights(expected)), moment
 
@@ -95,7 +127,7 @@ def test_resume_in_other_precisions(tmp_path, precision):
 def test_resume_with_cohorts_of_varying_size(tmp_path):
     cohort = PoissonCohort(fraction=0.5)
     expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], cohort=cohort)
-    for moment in ("0-end", "1-group0", "1-group2", "2-validation"):
+    for moment in ("0-end", "1-trained", "2-validation"):
         module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", cohort=cohort)
         assert torch.equal(weights(module), weights(expected)), moment
 
@@ -114,7 +146,7 @@ class CountsExamples(ToyModule):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("moment", ["1-group0", "1-group1", "1-end"])
+@pytest.mark.parametrize("moment", ["1-trained", "1-end"])
 def test_a_metric_among_the_weights_counts_every_client_once(tmp_path, moment):
     seen = []
 
@@ -214,7 +246,7 @@ def test_the_start_of_a_round_is_the_same(tmp_path):
         "cohort": PowerOfChoiceCohort(size=3, num_candidates=5),  # by losses measured just then
     }
     expected, _ = run(callbacks=[SaveAtTheStartToo(tmp_path)], **options)
-    for moment in ("0-start", "0-group0", "1-start", "1-group2", "1-validation", "1-end"):
+    for moment in ("0-start", "0-trained", "1-start", "1-trained", "1-validation", "1-end"):
         module, trainer = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
         assert torch.equal(weights(module), weights(expected)), moment
         assert trainer.global_step == 4

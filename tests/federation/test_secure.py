@@ -15,15 +15,13 @@ from fl_lightning import (
     RoundFailure,
     UniformCohort,
 )
-from fl_lightning.client.corrections.drift import FedDyn, Scaffold
 from fl_lightning.client.devices import Devices, GivenSpeeds, LogNormalSpeeds
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import FederatedNormalize
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.secure import EncryptedMean, SecureMean
 from fl_lightning.secure.secure_sum import SecureSum
-from fl_lightning.server import ALIE, FedBuff
-from fl_lightning.updates import QSGD, ErrorFeedback, RandomK, TopK
+from fl_lightning.server import ALIE
 from fl_lightning.updates.message import bytes_up
 
 FINE = {"clip": 8.0, "levels": 2**36}
@@ -43,7 +41,7 @@ def run(
 ):
     seed_everything(0, verbose=False)
     module = module()
-    options = {"local_steps": 2, "clients_per_group": 1, "engine": "sequential", **options}
+    options = {"local_steps": 2, "engine": "sequential", **options}
     federation = Federation(aggregator=aggregator, **options)
     trainer = toy_trainer(*before, federation, *callbacks, **(trainer or {}))
     data = data or toy_data(num_clients=6, batch_size=4, drop_last=True)
@@ -112,7 +110,7 @@ def test_too_many_dropouts_stop_the_run():
 def test_resuming_inside_a_round_gives_the_same_bits(protocol, tmp_path):
     aggregator, devices = SecureMean(protocol=protocol, threshold=0.5), DEVICES
     module, _ = run(aggregator, callbacks=[SaveEverywhere(tmp_path)], devices=devices)
-    for moment in ("0-group1", "1-group3", "1-end"):
+    for moment in ("0-trained", "1-trained", "1-end"):
         again, _ = run(aggregator, ckpt_path=tmp_path / f"{moment}.ckpt", devices=devices)
         assert torch.equal(weights(again), weights(module))
 
@@ -156,22 +154,15 @@ def test_inputs_that_clients_send_sums_for_are_told(caplog):
     assert "the sums of each client's inputs and of their squares" in told
 
 
-def test_encrypted_updates_give_the_plain_run():
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_encrypted_updates_give_the_plain_run(engine):
     pytest.importorskip("tenseal")
-    options = {"trainer": {"max_epochs": 2}, "cohort": UniformCohort(size=3)}
+    options = {"trainer": {"max_epochs": 2}, "cohort": UniformCohort(size=3), "engine": engine}
     plain, _ = run(None, **options)
     encrypted, trainer = run(EncryptedMean(fraction=0.5), **options)
     assert torch.allclose(weights(encrypted), weights(plain), atol=1e-4)
     assert trainer.callback_metrics["round/bytes_up"] > 1000 * SIZE
     assert trainer.callback_metrics["secure/client_seconds"] > 0
-
-
-def test_groups_of_an_encrypted_round_may_train_in_slots():
-    pytest.importorskip("tenseal")
-    options = {"trainer": {"max_epochs": 1}, "cohort": UniformCohort(size=4)}
-    plain, _ = run(None, **options)
-    encrypted, _ = run(EncryptedMean(), engine="slots", **(options | {"clients_per_group": 2}))
-    assert torch.allclose(weights(encrypted), weights(plain), atol=1e-4)
 
 
 def test_a_round_in_which_one_update_arrives_stops_an_encrypted_run():
@@ -185,36 +176,19 @@ def test_encrypted_rounds_begin_anew_when_resumed(tmp_path):
     pytest.importorskip("tenseal")
     options = {"trainer": {"max_epochs": 2}}
     module, _ = run(EncryptedMean(fraction=0.5), callbacks=[SaveEverywhere(tmp_path)], **options)
-    path = tmp_path / "1-group3.ckpt"
+    path = tmp_path / "1-trained.ckpt"
     assert "round" not in torch.load(path)["callbacks"]["Federation"]["server"]
     again, _ = run(EncryptedMean(fraction=0.5), ckpt_path=path, **options)
     assert torch.allclose(weights(again), weights(module), atol=1e-4)
 
 
-@pytest.mark.parametrize("aggregator", [SecureMean(), EncryptedMean()], ids=["secure", "encrypted"])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"updates": [TopK(0.1)]}, "TopK makes something of each update"),
-        ({"updates": [ErrorFeedback([TopK(0.1)])]}, "ErrorFeedback makes something"),
-        ({"updates": [QSGD()]}, "QSGD makes something"),
-        ({"updates": [RandomK(0.1)]}, "RandomK"),
-        ({"correction": Scaffold()}, "Scaffold sends the change of a client's memory"),
-        ({"correction": FedDyn(0.1)}, "FedDyn sends the change of a client's memory"),
-        (
-            {"asynchronous": FedBuff(buffer_size=3, concurrency=4), "devices": DEVICES},
-            "FedBuff weighs each update by its staleness",
-        ),
-        (
-            {"attackers": Attackers(fraction=0.3, forge=ALIE())},
-            "make updates by looking .* use attackers.poison",
-        ),
-    ],
-    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
-)
-def test_what_needs_single_updates_is_refused_at_construction(aggregator, options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        Federation(aggregator=aggregator, **options)
+def test_attackers_that_look_at_single_updates_are_refused_at_construction():
+    """Options that conflict with a secure sum are in `test_together`."""
+    attackers = Attackers(fraction=0.3, forge=ALIE())
+    with pytest.raises(
+        ConfigurationError, match=r"make updates by looking .* use attackers.poison"
+    ):
+        Federation(aggregator=SecureMean(), attackers=attackers)
 
 
 def test_buffers_masks_of_their_own_and_overflow_are_refused_at_the_start():

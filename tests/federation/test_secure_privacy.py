@@ -7,7 +7,6 @@ from test_secure import Facts
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
-    CentralDP,
     ConfigurationError,
     DistributedDP,
     Federation,
@@ -102,8 +101,6 @@ def test_a_cohort_too_small_to_hide_in_does_not_train(options, caplog):
     assert len(said) == sizes.count(1)
 
 
-def test_other_privacy_than_shares_of_noise_is_refused_over_a_secure_sum():
-    with pytest.raises(ConfigurationError, match="use DistributedDP, whose clients add the noise"):
-        Federation(privacy=CentralDP(clip_norm=1.0, epsilon=1.0), aggregator=SecureMean())
+def test_levels_of_a_secure_sum_are_refused_with_shares_of_noise():
     with pytest.raises(ConfigurationError, match="leave clip, levels"):
         run(privacy=shared(), aggregator=SecureMean(levels=16), cohort=UniformCohort(size=3))

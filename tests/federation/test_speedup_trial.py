@@ -60,7 +60,6 @@ def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, dt
         engine=engine,
         speedups=speedups,
         local_epochs=2,
-        clients_per_group=1,
         seed=0,
     )
     trainer = toy_trainer(federation, *callbacks, max_epochs=2, **o)
@@ -84,13 +83,16 @@ def speedups_of(trainer):
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype", "tolerance"),
-    [("32-true", torch.float32, 1e-6), ("64-true", torch.float64, 1e-14)],
+    ("dtype", "options", "tolerance"),
+    [
+        (torch.float32, {"gradient_clip_val": 0.1}, 1e-6),
+        (torch.float64, {"precision": "64-true"}, 1e-14),
+    ],
 )
-def test_the_same_model_after_two_rounds(precision, dtype, tolerance):
-    plain, first = run(dtype=dtype, precision=precision)
+def test_the_same_model_after_two_rounds(dtype, options, tolerance):
+    plain, first = run(dtype=dtype, **options)
     speedups = [s for s in SGD_SPEEDUPS if dtype == torch.float32 or s != "direct_layers"]
-    fast, second = run(speedups=speedups, dtype=dtype, precision=precision)
+    fast, second = run(speedups=speedups, dtype=dtype, **options)
     torch.testing.assert_close(weights(fast), weights(plain), rtol=tolerance, atol=tolerance)
     assert not torch.equal(weights(fast), weights(plain))  # they took part
     for name in ("train/loss", "train/accuracy", "val/loss"):
@@ -143,7 +145,7 @@ def test_auto_measures_says_and_keeps(tmp_path, caplog):
 def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch):
     expected, _ = run(Conv, "auto", None, SaveEverywhere(tmp_path))
     monkeypatch.undo()  # by itself it would choose none
-    for moment in ("0-group1", "0-end", "1-validation"):
+    for moment in ("0-trained", "0-end", "1-validation"):
         module, trainer = run(Conv, "auto", None, ckpt=tmp_path / f"{moment}.ckpt")
         assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
         assert torch.equal(weights(module), weights(expected)), moment
@@ -164,7 +166,7 @@ def test_compiled_where_a_run_is_long_and_again_when_resumed(tmp_path, monkeypat
         assert float(trainer.callback_metrics[name]) == pytest.approx(
             float(first.callback_metrics[name]), rel=1e-5
         )
-    resumed, _ = run(Conv, "auto", None, ckpt=tmp_path / "0-group1.ckpt")
+    resumed, _ = run(Conv, "auto", None, ckpt=tmp_path / "0-trained.ckpt")
     assert torch.equal(weights(resumed), weights(module))
 
 
@@ -214,7 +216,7 @@ def test_a_short_run_is_plain():
     ("module", "speedup", "options", "message"),
     [
         (Attention, "channels_last", {}, "no convolution"),
-        (Conv, "fused_optimizer", {"gradient_clip_val": 1.0}, "clipping"),
+        (Conv, "fused_optimizer", {"accumulate_grad_batches": 2}, "accumulation"),
         (
             Conv,
             "turbo",

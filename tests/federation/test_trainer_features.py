@@ -33,10 +33,10 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.updates.message import bytes_down, bytes_up
 
 
-def fit(*callbacks, module=None, cohort_size=3, data=None, clients_per_group=None, **options):
+def fit(*callbacks, module=None, cohort_size=3, data=None, **options):
     module = module or ToyModule()
     cohort = UniformCohort(size=cohort_size)
-    federation = Federation(cohort=cohort, clients_per_group=clients_per_group, seed=0)
+    federation = Federation(cohort=cohort, seed=0)
     trainer = toy_trainer(federation, *callbacks, **options)
     trainer.fit(module, datamodule=data or toy_data())
     return trainer
@@ -45,13 +45,11 @@ def fit(*callbacks, module=None, cohort_size=3, data=None, clients_per_group=Non
 class Moments(Callback):
     """Notes the order of events with the global step at each."""
 
-    sees_groups = True
-
     def __init__(self):
         self.seen = []
 
     def on_train_batch_end(self, trainer, *_):
-        self.seen.append(("group", trainer.global_step))
+        self.seen.append(("round", trainer.global_step))
 
     def on_validation_end(self, trainer, module):
         self.seen.append(("validation", trainer.global_step))
@@ -62,10 +60,10 @@ class Moments(Callback):
 
 def test_the_server_steps_before_validation_once_per_round():
     moments = Moments()
-    fit(moments, max_epochs=2, clients_per_group=1)
+    fit(moments, max_epochs=2)
     assert moments.seen == [
-        *[("group", 0), ("group", 0), ("group", 1), ("validation", 1), ("end", 1)],
-        *[("group", 1), ("group", 1), ("group", 2), ("validation", 2), ("end", 2)],
+        *[("round", 1), ("validation", 1), ("end", 1)],
+        *[("round", 2), ("validation", 2), ("end", 2)],
     ]
 
 
@@ -85,10 +83,9 @@ def test_fast_dev_run_is_one_client():
     assert trainer.callback_metrics["round/cohort_size"] == 1
 
 
-@pytest.mark.parametrize("together", [1, 2, None])
 @pytest.mark.parametrize(("limit", "clients"), [(2, 2), (0.4, 1), (1.0, 3), (9, 3)])
-def test_limit_train_batches_limits_the_cohort(limit, clients, together):
-    trainer = fit(limit_train_batches=limit, max_epochs=2, clients_per_group=together)
+def test_limit_train_batches_limits_the_cohort(limit, clients):
+    trainer = fit(limit_train_batches=limit, max_epochs=2)
     assert trainer.callback_metrics["round/cohort_size"] == clients
     assert trainer.global_step == 2
     assert trainer.limit_train_batches == limit
@@ -101,22 +98,16 @@ def test_no_client_by_limit_train_batches():
 
 
 def test_validation_less_often_than_once_per_round_is_counted_in_rounds():
-    with pytest.raises(ConfigurationError, match=r"at most 3 here, got 100.*check_val_every_n"):
+    with pytest.raises(ConfigurationError, match=r"at most 1 here, got 100.*check_val_every_n"):
         fit(val_check_interval=100)
     moments = Moments()
-    fit(moments, val_check_interval=6, check_val_every_n_epoch=None, max_epochs=4)
+    fit(moments, val_check_interval=2, check_val_every_n_epoch=None, max_epochs=4)
     assert [step for name, step in moments.seen if name == "validation"] == [2, 4]
 
 
 def test_a_negative_bound_on_gradients_is_refused():
     with pytest.raises(ConfigurationError, match="gradient_clip_val must not be negative, got -1"):
         fit(gradient_clip_val=-1.0)
-
-
-def test_limit_val_batches_and_validation_inside_a_round():
-    moments = Moments()
-    fit(moments, max_epochs=1, limit_val_batches=1, val_check_interval=1)
-    assert [name for name, _ in moments.seen].count("validation") == 3
 
 
 def test_early_stopping_stops_after_rounds():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from test_masks import Masked, NewMasks, OwnMasks, some_masks
+from test_masks import Masked, NewMasks, some_masks
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, UniformCohort
@@ -24,7 +24,7 @@ COMPRESSED = [ErrorFeedback([TopK(0.3), QSGD(4)])]
 def run(updates, callbacks=(), ckpt_path=None, module=None, cohort=3, trainer=None, **options):
     seed_everything(0, verbose=False)
     module = (module or (lambda: ToyModule(dropout=0.2)))()
-    options = {"local_steps": 2, "clients_per_group": 1, "engine": "sequential", **options}
+    options = {"local_steps": 2, "engine": "sequential", **options}
     federation = Federation(cohort=UniformCohort(size=cohort), updates=updates, **options)
     trainer = toy_trainer(federation, *callbacks, **(trainer or {}))
     data = toy_data(num_clients=6, batch_size=4, drop_last=True)
@@ -101,9 +101,7 @@ def test_slots_send_what_one_after_the_other_sends(monkeypatch):
     run(COMPRESSED, callbacks=[alone], module=ToyModule)
     first = {(u.client_id, i // 3): u.delta for i, u in enumerate(alone.received)}
     together = NoteUpdates(monkeypatch)
-    _, federation = run(
-        COMPRESSED, callbacks=[together], module=ToyModule, engine="slots", clients_per_group=3
-    )
+    _, federation = run(COMPRESSED, callbacks=[together], module=ToyModule, engine="slots")
     assert federation.rounds.clients.engine.slots is not None
     second = {(u.client_id, i // 3): u.delta for i, u in enumerate(together.received)}
     assert first.keys() == second.keys()
@@ -132,24 +130,22 @@ def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypa
         assert torch.allclose(sent, total + memories.get("error feedback", client), atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    module, _ = run(COMPRESSED, callbacks=[SaveEverywhere(folder)])
-    return folder, weights(module)
+WAYS = {
+    "feedback": {"updates": COMPRESSED},
+    "low rank": {"updates": [ErrorFeedback([PowerSGD(1), QSGD(8, block=16)])]},
+    "download": {"updates": None, "download": [QSGD(4)]},
+}
 
 
-@pytest.mark.parametrize("moment", ["0-group1", "1-group0", "1-group2", "1-end", "2-group1"])
-def test_resuming_goes_on_with_the_memories(uninterrupted, moment):
-    folder, expected = uninterrupted
-    module, _ = run(COMPRESSED, ckpt_path=folder / f"{moment}.ckpt")
-    assert torch.equal(weights(module), expected)
-
-
-def test_a_checkpoint_of_a_run_with_other_updates_is_refused(uninterrupted):
-    folder, _ = uninterrupted
-    with pytest.raises(ConfigurationError, match=r"another updates.*top-k"):
-        run([TopK(0.5)], ckpt_path=folder / "1-end.ckpt")
+@pytest.mark.parametrize("way", WAYS)
+def test_resuming_goes_on_with_the_memories(way, tmp_path):
+    module, _ = run(callbacks=[SaveEverywhere(tmp_path)], **WAYS[way])
+    for moment in ("0-trained", "1-trained", "1-end", "2-trained"):
+        resumed, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", **WAYS[way])
+        assert torch.equal(weights(resumed), weights(module)), moment
+    if way == "feedback":
+        with pytest.raises(ConfigurationError, match=r"another updates.*top-k"):
+            run([TopK(0.5)], ckpt_path=tmp_path / "1-end.ckpt")
 
 
 def test_two_processes_are_one_run():
@@ -190,19 +186,6 @@ class TestLowRank:
         space = federation.rounds.clients.local.space
         assert dict(zip(space.names, space.shapes, strict=True))["net.0.weight"] == (8, 4)
         assert federation.rounds.record.facts()["round/compression_error"] > 0
-
-    def test_with_feedback_a_run_goes_on_from_a_checkpoint(self, tmp_path):
-        updates = [ErrorFeedback([PowerSGD(1), QSGD(8, block=16)])]
-        module, _ = run(updates, callbacks=[SaveEverywhere(tmp_path)])
-        for moment in ("1-group1", "1-end"):
-            resumed, _ = run(updates, ckpt_path=tmp_path / f"{moment}.ckpt")
-            assert torch.equal(weights(module), weights(resumed))
-
-    def test_masks_of_the_clients_own_are_refused(self):
-        with pytest.raises(ConfigurationError, match="PowerSGD works on whole tensors"):
-            toy_trainer(OwnMasks(), Federation(updates=[PowerSGD(1)])).fit(
-                Masked(), datamodule=toy_data(batch_size=4)
-            )
 
     @pytest.mark.parametrize("engine", ["sequential", "slots"])
     def test_a_block_a_tensor_gives_each_tensor_levels_of_its_own(self, engine, monkeypatch):
@@ -284,11 +267,6 @@ def test_clients_with_masks_of_their_own_send_their_own_coordinates():
 class TestDownload:
     """Clients begin from a rounded model; the server keeps its own."""
 
-    def test_off_changes_no_bit(self):
-        plain, _ = run(None)
-        other, _ = run(None, download=[])
-        assert torch.equal(weights(plain), weights(other))
-
     @pytest.mark.parametrize("engine", ["sequential", "slots"])
     def test_the_server_moves_its_own_model_by_what_clients_moved_theirs(self, engine):
         """With local steps of rate 0 nobody moves, whatever the rounding."""
@@ -299,18 +277,22 @@ class TestDownload:
         assert torch.equal(weights(module), weights(ToyModule(lr=0.0)))
         assert federation.rounds.record.update_norm == 0
 
-    def test_clients_train_from_what_arrives_and_bytes_are_those_of_the_message(self, monkeypatch):
-        noted, begun = NoteUpdates(monkeypatch), []
-        original = LocalTrainer.train
+    @pytest.fixture
+    def begun(self, monkeypatch):
+        """Models from which clients began."""
+        models, original = [], LocalTrainer.train
 
         def train(trainer, start, **options):
-            begun.append(start.params.clone())
+            models.append(start.params.clone())
             return original(trainer, start, **options)
 
         monkeypatch.setattr(LocalTrainer, "train", train)
+        return models
+
+    def test_clients_train_from_what_arrives_and_bytes_are_those_of_the_message(self, begun):
         seed_everything(0, verbose=False)
         params = Space.of_parameters(ToyModule(dropout=0.2)).read()
-        _, federation = run(None, callbacks=[noted], download=[QSGD(4)], trainer={"max_epochs": 1})
+        _, federation = run(None, download=[QSGD(4)], trainer={"max_epochs": 1})
         payload = QSGD(4).on_client(
             Dense(params),
             derive_seed(derive_seed(federation.seed, "broadcast", 0), QSGD(4).name, 0),
@@ -321,25 +303,12 @@ class TestDownload:
         )
         assert federation.rounds.record.total_bytes_down == 3 * len(encode(message))
 
-    def test_resumes_inside_a_round(self, tmp_path):
-        module, _ = run(None, download=[QSGD(4)], callbacks=[SaveEverywhere(tmp_path)])
-        resumed, _ = run(None, download=[QSGD(4)], ckpt_path=tmp_path / "1-group1.ckpt")
-        assert torch.equal(weights(module), weights(resumed))
-
     def test_what_leaves_numbers_out_is_refused(self):
         with pytest.raises(ConfigurationError, match=r"top-k 0.1 leaves numbers out"):
             Federation(download=[TopK(0.1)])
 
-    def test_what_a_hook_changes_before_the_first_round_is_what_arrives(self, monkeypatch):
+    def test_what_a_hook_changes_before_the_first_round_is_what_arrives(self, begun):
         """The cost of the run is told by the model, which a hook may change after it is built."""
-        begun = []
-        original = LocalTrainer.train
-
-        def train(trainer, start, **options):
-            begun.append(start.params.clone())
-            return original(trainer, start, **options)
-
-        monkeypatch.setattr(LocalTrainer, "train", train)
 
         class Zeros(Callback):
             def on_train_epoch_start(self, trainer, module):

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
+import pytest
 import torch
 import yaml
 
@@ -20,6 +22,12 @@ from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.transport.channel import LoopbackChannel
 from fl_lightning.flower.transport.resident import log_to
 from fl_lightning.models import ImageClassifier
+
+# of tests that train: Lightning warns of small data, of a missing logger, ...
+OF_RUNS = [
+    pytest.mark.usefixtures("run_folder"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
 
 
 class WarmClassifier(ImageClassifier):
@@ -132,6 +140,24 @@ class Sites:
         return LoopbackChannel({name: self.folder / f"{name}.socket" for name in self.clients})
 
 
+class Between:
+    """A channel to sites; tests replace a part of it.
+
+    Args:
+        sites: the processes.
+    """
+
+    def __init__(self, sites):
+        self._sites, self._channel = sites, sites.channel()
+        self.sites = self._channel.sites
+
+    def send(self, site, message, ttl):
+        self._channel.send(site, message, ttl)
+
+    def receive(self, seconds):
+        return self._channel.receive(seconds)
+
+
 class LyingServer:
     """Somebody at the server who sends one site what he likes.
 
@@ -158,6 +184,8 @@ class LyingServer:
             options=asked | (options or {}),
             tensors=tensors or {},
         )
+        while self._name not in self._channel.sites():
+            time.sleep(0.1)
         self._channel.send(self._name, order.to_bytes(), 300)
         while not (came := self._channel.receive(300)):
             pass

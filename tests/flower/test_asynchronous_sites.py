@@ -2,12 +2,13 @@
 
 import csv
 import random
-import sys
 import time
 
 import pytest
 from flower.site_processes import (
     CLIENTS,
+    OF_RUNS,
+    Between,
     configuration,
     differing,
     last,
@@ -35,16 +36,7 @@ FED_BUFF = {
 }
 FED_ASYNC = FED_BUFF | {"federation__asynchronous": built("server.FedAsync", concurrency=3)}
 WITH_MEMORY = FED_BUFF | {"federation__updates": [SPARSE]}
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+pytestmark = OF_RUNS
 
 
 def record(root):
@@ -106,17 +98,12 @@ def virtual_order(num_clients, num_steps, concurrency, buffer_size):
     return [(ended.client, ended.version) for ended in clock.order]
 
 
-class InOrder:
+class InOrder(Between):
     """A channel that hands answers on in a given order, whenever they come."""
 
-    def __init__(self, channel, order):
-        self._channel, self._order, self._held = channel, list(order), {}
-
-    def sites(self):
-        return self._channel.sites()
-
-    def send(self, site, message, ttl):
-        self._channel.send(site, message, ttl)
+    def __init__(self, sites, order):
+        super().__init__(sites)
+        self._order, self._held = list(order), {}
 
     def receive(self, seconds):
         passed = []
@@ -142,7 +129,7 @@ def test_answers_in_the_order_of_virtual_time_end_in_the_simulations_bits(tmp_pa
     )
     order = virtual_order(4, num_steps=11, concurrency=3, buffer_size=2)
     with three_sites(config, {name: (at,) for at, name in enumerate("abcd")}) as sites:
-        channel = InOrder(sites.channel(), order)
+        channel = InOrder(sites, order)
         network = over_network(sites, config, tmp_path / "network", channel=channel)
     _, rows = record(tmp_path / "network")
     assert [(int(row["client"]), int(row["version"])) for row in rows] == order
@@ -193,16 +180,13 @@ def test_any_kills_end_in_the_bits_of_what_is_on_record(seed, tmp_path):
     assert differing(network, replayed(config, tmp_path / "alone", file)) == []
 
 
-class Dying:
+class Dying(Between):
     """A channel on which a site dies for good with its second order, and answers take their time."""
 
     def __init__(self, sites, victims, pause=0.0):
-        self._sites, self._channel, self._victims = sites, sites.channel(), victims
-        self._pause = pause
+        super().__init__(sites)
+        self._victims, self._pause = victims, pause
         self._asked = dict.fromkeys(victims, 0)
-
-    def sites(self):
-        return self._channel.sites()
 
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=2**30)

@@ -12,6 +12,7 @@ pytest.importorskip("flwr")
 
 from flower.site_processes import (
     CLIENTS,
+    OF_RUNS,
     configuration,
     differing,
     last,
@@ -24,11 +25,7 @@ from fl_lightning.flower.network.serving import demo
 
 SECONDS = 60.0
 LARGE = {"patch_size": 4, "embed_dim": 192, "depth": 7, "num_heads": 2, "class_token": False}
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.slow, *OF_RUNS]
 
 
 class Wire:

@@ -1,10 +1,17 @@
 """`EncryptedMean` over sites as processes: the simulation's model, and what happens where sites die."""
 
 import csv
-import sys
 
 import pytest
-from flower.site_processes import configuration, farthest, over_network, simulated, three_sites
+from flower.site_processes import (
+    OF_RUNS,
+    Between,
+    configuration,
+    farthest,
+    over_network,
+    simulated,
+    three_sites,
+)
 from flower.test_same_bits import ENCRYPTED, NOISE, Killing
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
@@ -12,28 +19,16 @@ from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.sums import KEY, MESSAGE, NONCE, TOTAL
 
 pytest.importorskip("tenseal", reason="needs the extra he")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OF_RUNS
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-
-
-class Listening:
+class Listening(Between):
     """A channel that counts what goes over it, round by round, and remembers it."""
 
     def __init__(self, sites):
-        self._channel = sites.channel()
+        super().__init__(sites)
         self.up, self.down, self._round = {}, {}, 0
         self.orders, self.answers = [], []
-
-    def sites(self):
-        return self._channel.sites()
 
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=2**30)
@@ -96,8 +91,8 @@ def logged(root, name):
         return [float(row[name]) for row in csv.DictReader(opened) if row[name]]
 
 
-class KillingAt(Killing):
-    """A channel on which sites die as they are asked for a stage of the first sum."""
+class Losing(Killing):
+    """A channel on which sites die for good as they are asked for a stage of the first sum."""
 
     def __init__(self, sites, stage, only=None):
         super().__init__(sites)
@@ -109,28 +104,7 @@ class KillingAt(Killing):
         if is_stage and order.round == 0 and site not in self.killed and self._only in (None, site):
             self.killed.append(site)
             self._sites.kill(site)
-            self._sites.start(site)
         self._channel.send(site, message, ttl)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["key", "encrypt", "open"])
-def test_a_site_that_is_killed_in_a_sum_goes_on(stage, tmp_path):
-    config = configuration(trainer__max_epochs=1, **ENCRYPTED)
-    with three_sites(config) as sites:
-        channel = KillingAt(sites, stage)
-        network = over_network(sites, config, tmp_path / "network", channel=channel)
-    assert len(channel.killed) == (1 if stage != "encrypt" else 3)
-    assert farthest(network, simulated(config, tmp_path / "alone")) <= NOISE
-
-
-class Losing(KillingAt):
-    """The same, and they are not started again."""
-
-    def send(self, site, message, ttl):
-        super().send(site, message, ttl)
-        if site in self.killed:
-            self._sites.kill(site)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Answers in the right form that say what no site could mean: the server does without them, and goes on."""
 
-import sys
 import warnings
 from dataclasses import fields, replace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torchmetrics
 from flower.made_up_messages import NUMBERS
-from flower.site_processes import configuration, last, over_network, three_sites
+from flower.site_processes import OF_RUNS, Between, configuration, last, over_network, three_sites
 from flower.test_same_bits import CALIBRATION, SPARSE_SGD, built
 
 from fl_lightning.cli.network.server import run_server
@@ -22,40 +21,25 @@ from fl_lightning.flower.packing import told_sums
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.greeting import SiteFacts, facts_of
-from fl_lightning.flower.transport.channel import Lost
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OF_RUNS
 LARGEST = 2**63 - 1
 VALUES = [None, True, -1, 0, LARGEST, 1e308, "", "x", [], [[]], [[[]]], [[1, 2, 3]], {}, {"x": []}]
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-
-
-class Lying:
+class Lying(Between):
     """A channel on which every answer of one kind from one site is another one: the next of some lies."""
 
     def __init__(self, sites, kind, lies, site="b"):
-        self._channel, self._kind, self._site = sites.channel(), kind, site
+        super().__init__(sites)
+        self._kind, self._site = kind, site
         self.lies, self.told = list(lies), []
-
-    def sites(self):
-        return self._channel.sites()
-
-    def send(self, site, message, ttl):
-        self._channel.send(site, message, ttl)
 
     def receive(self, seconds):
         return [(site, self._said(site, came)) for site, came in self._channel.receive(seconds)]
 
     def _said(self, site, came):
-        if site != self._site or isinstance(came, Lost):
+        if site != self._site or came is None:
             return came
         answer = Answer.from_bytes(came, limit=2**30)
         if answer.kind != self._kind or answer.failure or not self.lies:

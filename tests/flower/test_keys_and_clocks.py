@@ -48,7 +48,6 @@ def served(network):
     with (
         Supervisor() as supervisor,
         serving(network, supervisor, bind=LOCAL, control_port=port) as control,
-        supervisor.in_background(),
     ):
         yield control
 
@@ -57,7 +56,7 @@ def served(network):
 def joined(network, said):
     """Have its site run."""
     programs = site_programs(SiteFolder.read(network.site("a")), said.append, process=ECHO)
-    with Supervisor(programs) as supervisor, supervisor.in_background():
+    with Supervisor(programs):
         yield
 
 

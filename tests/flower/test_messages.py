@@ -98,7 +98,7 @@ def test_what_arrives_can_be_written_to_and_shares_no_memory():
         ({"round": True}, "round must be a whole number, at least 0, got True"),
         ({"clients": (1, 1)}, "clients must be different"),
         ({"clients": (-1,)}, "clients: each must be"),
-        ({"clients": [1]}, "clients must be a tuple"),
+        ({"clients": [1]}, "clients must be a list, in Python a tuple"),
         ({"clients": ()}, "names at least one"),
         ({"counted": {2: 1}}, r"clients \[4\] are to train and not in it"),
         ({"counted": {2: 8, 4: 0}}, "client 2 must be a whole number, at least -1 and at most 7"),

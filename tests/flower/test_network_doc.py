@@ -1,19 +1,14 @@
 """docs/network.md is true: its commands and options exist, its keys, categories and lists are the code's."""
 
 import dataclasses
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from flower.test_same_bits import FAST, SLOW
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from readme import ROOT
 
 from fl_lightning.cli.commands import parser_of
@@ -21,12 +16,10 @@ from fl_lightning.flower.class_paths import DEFAULT
 from fl_lightning.flower.layers import SHARED, SHARED_TRAINER
 from fl_lightning.flower.messages import CATEGORIES
 from fl_lightning.flower.policy import Policy
-from fl_lightning.flower.transport.channel import CATEGORIES as LOST
 
 PAGE = (ROOT / "docs" / "network.md").read_text()
 SECURE = (ROOT / "docs" / "secure.md").read_text()  # which has commands of a network, too
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CONFIG = ROOT / "tests" / "cli" / "small_run.yaml"
 MOST_LINES = 270
 SERVICES = ROOT / "docs" / "how_to" / "services"
 
@@ -149,7 +142,6 @@ def test_categories_of_failures_exist():
     named = first_cells(PAGE.split("says of an order or a client")[1].split("\n## ")[0])
     assert named
     assert set(named) <= set(CATEGORIES)
-    assert not set(named) & set(LOST)
 
 
 def test_what_is_compared_with_its_simulation_is_listed():
@@ -172,56 +164,3 @@ def test_the_code_runs(tmp_path):
     names = {"__file__": str(tmp_path / "server_app.py")}
     exec(compile(code, "page", "exec"), names)  # noqa: S102
     assert type(names["app"]).__name__ == "ServerApp"
-
-
-def fit_on_two_machines(folder):
-    """Run the page's torchrun for both machines, each in a folder of its own; return their logs."""
-    [command] = [line for line in PAGE.splitlines() if line.startswith("torchrun ")]
-    words = shlex.split(command)[1:]
-    told = {"--nproc_per_node": "1", "--master_addr": "127.0.0.1", "--config": str(CONFIG)}
-    told["--master_port"] = str(find_free_network_port())
-    started = []
-    for rank in ("0", "1"):
-        options = told | {"--node_rank": rank}
-        own = [options.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-        place = folder / rank
-        place.mkdir()
-        own += ["--trainer.devices", "auto", "--trainer.logger", "false"]
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *own],
-                cwd=place,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        return [process.communicate(timeout=240)[0] for process in started]
-    finally:
-        for process in started:
-            process.terminate()
-
-
-@pytest.mark.slow
-def test_two_machines_of_torchrun_train_one_model_to_the_bits_of_one_process(tmp_path):
-    logs = fit_on_two_machines(tmp_path)
-    found = list(tmp_path.rglob("last.ckpt"))
-    assert [path.relative_to(tmp_path).parts[0] for path in found] == ["0"], "\n".join(logs)
-    together = torch.load(found[0], weights_only=True)
-    assert together["callbacks"]["Federation"]["ranks"] == 2
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    fit = [sys.executable, "-m", "fl_lightning", "fit", "--config", str(CONFIG)]
-    subprocess.run(
-        [*fit, "--trainer.logger", "false"],
-        cwd=alone,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        timeout=240,
-    )
-    [file] = alone.rglob("last.ckpt")
-    weights = torch.load(file, weights_only=True)["state_dict"]
-    assert all(torch.equal(together["state_dict"][name], weights[name]) for name in weights)

@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -45,10 +47,11 @@ def _answer(server, context):
             return
         with connection, contextlib.suppress(OSError):
             if context is not None:
-                context.wrap_socket(connection, server_side=True).close()
-                continue
+                connection = context.wrap_socket(connection, server_side=True)
             connection.recv(1000)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            then = formatdate(time.time() - 60, usegmt=True)
+            connection.sendall(f"HTTP/1.1 404 Not Found\r\nDate: {then}\r\n\r\n".encode())
+            connection.close()
 
 
 @pytest.fixture
@@ -218,7 +221,7 @@ def test_what_is_no_name_is_refused(tmp_path, sites):
 
 def test_the_right_server_is_reached(network, listening):
     port = listening(network.server)
-    check_server(f"127.0.0.1:{port}", network.site("a") / "ca.crt")
+    assert 59 < check_server(f"127.0.0.1:{port}", network.site("a") / "ca.crt") < 75
 
 
 def test_the_server_of_another_network_is_not(network, listening, tmp_path):

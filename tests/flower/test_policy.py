@@ -395,7 +395,7 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
         ("name: a\n", "clients, socket, memory is missing"),
         (GOOD + "most_epsilom: 3\n", "'most_epsilom' is not known. Did you mean 'most_epsilon'"),
         (GOOD + "name: b\n", "name stands in line 1 and again in line 5"),
-        (GOOD + "most_bytes: 1e9\n", "most_bytes must be a whole number of bytes, at least 1"),
+        (GOOD + "most_bytes: 1e9\n", "most_bytes must be a whole number, at least 1"),
         (GOOD + "most_bytes: true\n", "got True"),
         (GOOD + "most_epsilon: -1\n", "epsilon must be a number above 0 and below inf, got -1"),
         (GOOD + "most_epsilon: .inf\n", "epsilon must be a number above 0 and below inf, got inf"),
@@ -408,21 +408,20 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
             "per must be one of day, week, month, year",
         ),
         (GOOD + "most_epsilon: {delta: 1}\n", "or a mapping with epsilon, delta, per"),
-        (GOOD + "most_steps: 0\n", "most_steps must be a whole number of steps, at least 1"),
-        (GOOD + "most_minutes: 0\n", "most_minutes must be a whole number of minutes, at least 1"),
+        (GOOD + "most_steps: 0\n", "most_steps must be a whole number, at least 1"),
+        (GOOD + "most_minutes: 0\n", "most_minutes must be a whole number, at least 1"),
         (GOOD + "log_unprotected: 1\n", "log_unprotected must be true or false, got 1"),
         (GOOD + "most_epsilon: 1\nseeded_noise: true\n", "seeded_noise protects nobody"),
         (GOOD + "fewest_in_secure_sum: 1\n", "at least 2, got 1"),
-        (GOOD + "metrics: loss\n", "metrics must be a list of texts, got 'loss'"),
+        (GOOD + "metrics: loss\n", "metrics must be a list, in Python a tuple, got 'loss'"),
         (GOOD + "classes: ['*']\n", "like my_project.Net"),
         (GOOD + "classes: ['os']\n", "like my_project.Net"),
-        (GOOD.replace("name: a", "name: ../a"), "name: site must be 1 to 63 letters"),
+        (GOOD.replace("name: a", "name: ../a"), "name must be 1 to 63 letters"),
         (GOOD.replace("[1]", "[1, 1]"), "clients must be different"),
         (GOOD.replace("[1]", "[[1]]"), "whole numbers from 0"),
         (GOOD.replace("[1]", "{1: 0, 2: 0}"), "places of their own"),
         (GOOD.replace("[1]", "[]"), "at least one"),
         (GOOD.replace("[1]", "3"), "clients must be a list of global ids"),
-        (GOOD.replace("socket: s", "socket: " + "s" * 120), "give a shorter path"),
         (GOOD.replace("socket: s", "socket: 3"), "socket must be a path"),
         ("- a", "it holds no options"),
         ("a: [", "is not valid YAML"),
@@ -439,8 +438,8 @@ def test_a_file_that_says_nonsense_is_refused_in_a_sentence(tmp_path, text, said
 
 
 def test_a_file_with_several_faults_names_them_all(tmp_path):
-    path = written(tmp_path, GOOD + "most_bytes: 0\nmost_epsilon: 0\n")
-    with pytest.raises(ConfigurationError, match=r"(?s)most_epsilon.*most_bytes"):
+    path = written(tmp_path, GOOD + "most_bytes: 0\nmost_steps: 0\n")
+    with pytest.raises(ConfigurationError, match=r"(?s)most_bytes.*most_steps"):
         read_policy(path)
 
 

@@ -2,12 +2,12 @@
 
 import multiprocessing
 import random
-import sys
 import time
 
 import pytest
 from flower.site_processes import (
     CLIENTS,
+    OF_RUNS,
     configuration,
     farthest,
     last,
@@ -18,11 +18,7 @@ from flower.site_processes import (
 from flower.test_same_bits import KEPT
 
 ROUNDS, KILLS, MOST_SECONDS = 60, 3, 300
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.slow, *OF_RUNS]
 
 
 class Server:
@@ -53,8 +49,6 @@ class Server:
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("seed", range(5))
 def test_any_kills_end_in_the_same_bits(kept, seed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
     draws = random.Random(f"{kept} {seed}")
     config = configuration(trainer__max_epochs=ROUNDS, **KEPT[kept])
     victims = [draws.choice([*CLIENTS, "server"]) for _ in range(KILLS)]

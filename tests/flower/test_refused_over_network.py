@@ -1,12 +1,18 @@
 """What cannot be over a network is refused in a sentence before any site is asked."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import typed
-from flower.site_processes import configuration, differing, over_network, simulated, three_sites
+from flower.site_processes import (
+    OF_RUNS,
+    configuration,
+    differing,
+    over_network,
+    simulated,
+    three_sites,
+)
 from flower.test_same_bits import SPARSE_SGD, built
 
 from fl_lightning.cli.network.server import run_server
@@ -14,10 +20,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.folder import make_network
 from fl_lightning.flower.server.correspondence import Correspondence
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OF_RUNS
 MASKS = {"model__init_args__optimizer": SPARSE_SGD}
 SUPERNET = {"space": built("nas.NASBench201"), "num_classes": 10, "in_channels": 1, "image_size": 8}
 ONE_SHOT = SUPERNET | {"space": built("nas.ResNet")}
@@ -26,12 +29,6 @@ DEVICES = built("client.Devices", speeds=built("client.LogNormalSpeeds", sigma=0
 
 def calibrated(**options):
     return MASKS | {"trainer__callbacks": [built("MaskCalibration", density=0.1, **options)]}
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
 
 
 class NobodyAsked:

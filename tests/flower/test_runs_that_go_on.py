@@ -1,9 +1,9 @@
 """Runs that go on: after a site's disk was full and there is room again, and for more rounds than planned."""
 
-import sys
-
 import pytest
 from flower.site_processes import (
+    OF_RUNS,
+    Between,
     configuration,
     differing,
     last,
@@ -19,28 +19,16 @@ from fl_lightning.flower.messages import Order
 ROUNDS = 4
 SCAFFOLD = {"class_path": "fl_lightning.Scaffold"}
 WRITTEN = ("memory.part", "answer.part")  # what a site writes in a round, see SiteMemory and Site
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.slow, *OF_RUNS]
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-
-
-class Full:
+class Full(Between):
     """A channel that has site b's disk be full in round 1, as the system's own full device is."""
 
     def __init__(self, sites, name):
-        self._channel, self._folder, self._name = sites.channel(), sites.folder / "b", name
+        super().__init__(sites)
+        self._folder, self._name = sites.folder / "b", name
         self.asked = 0
-
-    def sites(self):
-        return self._channel.sites()
 
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=2**30)
@@ -48,9 +36,6 @@ class Full:
             self.asked += 1
             (self._folder / order.run / self._name).symlink_to("/dev/full")
         self._channel.send(site, message, ttl)
-
-    def receive(self, seconds):
-        return self._channel.receive(seconds)
 
     def make_room(self):
         [link] = self._folder.rglob(self._name)

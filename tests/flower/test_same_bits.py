@@ -1,13 +1,11 @@
 """A configuration over sites ends in the bits of its simulation."""
 
-import multiprocessing
-import sys
 import time
 
 import pytest
-import torch
 from flower.site_processes import (
-    CLIENTS,
+    OF_RUNS,
+    Between,
     configuration,
     differing,
     farthest,
@@ -118,18 +116,9 @@ SLOW = {
     "exact sums": {"federation__aggregator": built("Mean", exact=True)},
 }
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OF_RUNS
 
 CLASSES = (*DEFAULT, "flower.site_processes.WarmClassifier")
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
 
 
 def cases():
@@ -180,27 +169,25 @@ def test_clients_are_evaluated_at_their_sites(options, tmp_path):
         assert ("personal/" in there.read_text()) == bool(options)
 
 
-class Killing:
-    """A channel on which a site dies in every round: while it works, or when it has answered."""
+class Killing(Between):
+    """A channel on which sites die, as subclasses say.
+
+    Args:
+        sites: the processes.
+
+    Attributes:
+        killed: sites that have died.
+    """
 
     def __init__(self, sites):
-        self._sites, self._channel = sites, sites.channel()
+        super().__init__(sites)
         self.killed = []
 
-    def sites(self):
-        return self._channel.sites()
-
-    def send(self, site, message, ttl):
-        self._channel.send(site, message, ttl)
-        order = Order.from_bytes(message, limit=2**30)
-        if order.kind == "train" and order.round == len(self.killed):
-            time.sleep((0.0, 0.3, 1.5)[order.round])
-            self.killed.append(site)
-            self._sites.kill(site)
-            self._sites.start(site)
-
-    def receive(self, seconds):
-        return self._channel.receive(seconds)
+    def kill(self, site):
+        """Kill a site and start it again."""
+        self.killed.append(site)
+        self._sites.kill(site)
+        self._sites.start(site)
 
 
 ENCRYPTED = {"federation__aggregator": built("secure.EncryptedMean")}
@@ -212,41 +199,6 @@ KEPT = {
     "vectors": {"federation__aggregator": built("secure.SecureMean")},
     "masks": NEW_MASKS | {"federation__updates": [SPARSE]},
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", KEPT)
-def test_a_site_that_is_killed_is_asked_again(kept, tmp_path):
-    config = configuration(**KEPT[kept])
-    with three_sites(config) as sites:
-        channel = Killing(sites)
-        network = over_network(sites, config, tmp_path / "network", channel=channel)
-    assert len(channel.killed) == 3
-    apart = farthest(network, simulated(config, tmp_path / "alone"))
-    assert apart <= (NOISE if kept == "encrypted" else 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", KEPT)
-def test_a_server_that_is_killed_goes_on_to_the_same_bits(kept, tmp_path):
-    config = configuration(trainer__max_epochs=20, **KEPT[kept])
-    with three_sites(config) as sites:
-        fork = multiprocessing.get_context("fork")
-        root = tmp_path / "network"
-        first = fork.Process(target=over_network, args=[sites, config, root])
-        first.start()
-        until = time.monotonic() + 300
-        while not list(root.rglob("last.ckpt")) and time.monotonic() < until:
-            time.sleep(0.05)
-        time.sleep(0.7)  # in a later round
-        first.kill()
-        first.join()
-        [file] = root.rglob("last.ckpt")
-        assert 0 <= torch.load(file, weights_only=False)["epoch"] < 19
-        network = over_network(sites, config, root, f"--ckpt_path={file}")
-    alone = simulated(config, tmp_path / "alone")
-    assert network["epoch"] == alone["epoch"] == 19
-    assert farthest(network, alone) <= (NOISE if kept == "encrypted" else 0)
 
 
 class KillingAt(Killing):
@@ -262,8 +214,7 @@ class KillingAt(Killing):
         if self._wanted and self._wanted[0](order):
             self._wanted.pop(0)
             time.sleep(0.2)
-            self._sites.kill(site)
-            self._sites.start(site)
+            self.kill(site)
 
 
 @pytest.mark.slow
@@ -305,28 +256,8 @@ class KillingInSums(Killing):
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=2**30)
         if order.kind == "sum" and order.options["stage"] == self._stage and not self.killed:
-            self.killed.append((site, order.clients))
-            self._sites.kill(site)
-            self._sites.start(site)
+            self.kill(site)
         self._channel.send(site, message, ttl)
-
-
-@pytest.mark.slow
-def test_a_site_that_is_killed_before_its_vector_is_masked_is_left_out(tmp_path):
-    options = {
-        "federation__aggregator": built("secure.SecureMean", threshold=0.5),
-        "federation__cohort": built("UniformCohort", size=6),
-        "trainer__max_epochs": 1,
-    }
-    config = configuration(federation__on_client_failure="skip", **options)
-    with three_sites(config) as sites:
-        channel = KillingInSums(sites, ProtocolStage.MASK)
-        network = over_network(sites, config, tmp_path / "network", channel=channel)
-    [(site, clients)] = channel.killed
-    assert CLIENTS[site] == clients
-    others = configuration(**options, federation__on_client_failure="skip")
-    whole = simulated(others, tmp_path / "alone")
-    assert differing(network, whole) != []
 
 
 @pytest.mark.slow

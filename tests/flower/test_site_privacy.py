@@ -9,7 +9,7 @@ from datetime import date, timedelta
 import numpy as np
 import pytest
 import torch
-from flower.site_processes import LyingServer, configuration, over_network, three_sites
+from flower.site_processes import Between, LyingServer, configuration, over_network, three_sites
 
 from fl_lightning import LocalDP, UniformCohort
 from fl_lightning.core.errors import ConfigurationError
@@ -252,7 +252,7 @@ def test_no_metric_leaves_without_noise_unless_the_site_says_so(
     }
     config = configuration(trainer__max_epochs=1, federation__privacy=local)
     with three_sites(config, log_unprotected=log_unprotected) as sites:
-        channel = Listening(sites.channel())
+        channel = Listening(sites)
         over_network(sites, config, tmp_path / "network", channel=channel)
         lines = audit_of(sites)
     trained = [line for line in lines if line["kind"] == "train"]
@@ -264,14 +264,14 @@ def test_no_metric_leaves_without_noise_unless_the_site_says_so(
     assert bool(told) == log_unprotected
 
 
-class Listening:
+class Listening(Between):
     """A channel that keeps what comes from sites."""
 
-    def __init__(self, channel):
-        self._channel, self.answers = channel, []
-        self.sites, self.send = channel.sites, channel.send
+    def __init__(self, sites):
+        super().__init__(sites)
+        self.answers = []
 
     def receive(self, seconds):
         came = self._channel.receive(seconds)
-        self.answers += [content for _, content in came if isinstance(content, bytes)]
+        self.answers += [content for _, content in came]
         return came

@@ -14,7 +14,7 @@ from fl_lightning.flower.documents import document_of, read_document
 from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.server.sums import SumOverSites
 from fl_lightning.flower.site.ledger import PrivacyBudget
-from fl_lightning.flower.sums import SecureSettings, SecureStage, rules_of, trained_on
+from fl_lightning.flower.sums import SecureStage, rules_of, trained_on
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.secure_sum import SecureSum
@@ -96,9 +96,8 @@ class TwoFaced:
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=10**6)
         self._sent[site] = digest(message)
-        agreed = order.options["sum"]
-        told = {**agreed["session"], "purpose": self._purposes[site]}
-        options = {**order.options, "sum": {**agreed, "session": told}}
+        told = {**order.options["session"], "purpose": self._purposes[site]}
+        options = {**order.options, "session": told}
         self._sites.send(site, replace(order, options=options).to_bytes(), ttl)
 
 
@@ -237,9 +236,7 @@ def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
     assert outcome.total.tolist() == [sum(stayed), len(stayed), 2**20 - len(stayed)]
 
 
-AGREED = SecureStage(
-    2, SecureSettings(session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
-)
+AGREED = SecureStage(2, session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
 
 
 def test_what_is_agreed_comes_back_as_it_was():
@@ -251,10 +248,10 @@ def test_what_is_agreed_comes_back_as_it_was():
     [
         ("", {"stage": 9}),
         ("", {"stage": None}),
-        ("sum", {"session": None}),
-        ("sum", {"clients": [0, 1]}),
-        ("sum", {"clients": [0, 0, 1, 2, 3, 4]}),
-        ("sum", {"sites": "abcdef"}),
+        ("", {"session": None}),
+        ("", {"clients": [0, 1]}),
+        ("", {"clients": [0, 0, 1, 2, 3, 4]}),
+        ("", {"sites": "abcdef"}),
         ("session", {"size": "3"}),
         ("session", {"bits": 65}),
         ("session", {"active": 1}),
@@ -263,7 +260,6 @@ def test_what_is_agreed_comes_back_as_it_was():
 )
 def test_what_is_not_agreed_is_refused(place, change):
     options = document_of(AGREED)
-    changed = {"": options, "sum": options["sum"], "session": options["sum"]["session"]}
-    changed[place] |= change
+    (options[place] if place else options).update(change)
     with pytest.raises(ValueError, match=r"."):
         read_document(SecureStage, options)

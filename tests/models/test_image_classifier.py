@@ -1,12 +1,11 @@
 import ast
-import sys
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
@@ -91,12 +90,6 @@ def test_channels_and_image_size_reach_every_network(name):
     assert model.eval()(torch.rand(2, 2, 48, 48)).shape == (2, 3)
 
 
-def test_network_kwargs_reach_timm():
-    model = tiny_vit(network_kwargs={**TINY, "patch_size": 8})
-    assert model.network.pos_embed.shape == (1, 17, 12)
-    assert len(model.network.blocks) == 3
-
-
 @pytest.mark.parametrize("name", ["vit_small_patch16_224.dino", "resnet10t", "lenet"])
 def test_dropout_acts_before_the_classifier_in_training_only(name):
     kwargs = TINY if name.startswith("vit") else None
@@ -112,14 +105,6 @@ def test_dropout_acts_before_the_classifier_in_training_only(name):
 
 
 # --- weights -----------------------------------------------------------------------------------
-
-
-def test_the_checkpoint_is_loaded(tmp_path):
-    source = tiny_vit()
-    path = str(tmp_path / "run.ckpt")
-    torch.save({"state_dict": source.state_dict(), "epoch": 2}, path)
-    model = tiny_vit(checkpoint_path=path)
-    assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch16_224.dino", "resnet18.a1_in1k"])
@@ -169,23 +154,13 @@ def test_all_faults_are_told_at_once():
 # --- freezing ----------------------------------------------------------------------------------
 
 
-def test_nothing_is_frozen_by_default():
-    model = tiny_vit()
-    assert trainable(model) == {name for name, _ in model.network.named_parameters()}
-
-
 def test_freeze_blocks_freezes_the_embeddings_and_the_first_blocks():
-    model = tiny_vit(freeze_blocks=2)
+    depth = 12  # block 1 is not mistaken for 10
+    model = tiny_vit(freeze_blocks=2, network_kwargs={**TINY, "depth": depth})
     everything = {name for name, _ in model.network.named_parameters()}
-    last = {name for name in everything if name.startswith("blocks.2.")}
-    assert len(last) == 12
+    last = {n for n in everything if n.startswith("blocks") and int(n.split(".")[1]) >= 2}
+    assert len(last) == 12 * (depth - 2)
     assert trainable(model) == last | {"norm.weight", "norm.bias", "head.weight", "head.bias"}
-
-
-def test_one_block_is_not_mistaken_for_ten():
-    model = tiny_vit(freeze_blocks=2, network_kwargs={**TINY, "depth": 12})
-    blocks = {name.split(".")[1] for name in trainable(model) if name.startswith("blocks")}
-    assert blocks == {str(i) for i in range(2, 12)}
 
 
 @pytest.mark.parametrize(("name", "head"), [(None, "head"), ("resnet10t", "fc"), ("lenet", "head")])
@@ -273,13 +248,6 @@ def test_the_training_step_runs_under_vmap_of_grad(name, monkeypatch):
 # --- optimizer and schedule --------------------------------------------------------------------
 
 
-def test_the_default_optimizer_is_sgd_with_momentum():
-    optimizer = ImageClassifier("lenet", num_classes=2).configure_optimizers()
-    assert type(optimizer) is torch.optim.SGD
-    assert optimizer.defaults["lr"] == 0.01
-    assert optimizer.defaults["momentum"] == 0.9
-
-
 class Rates(Callback):
     def __init__(self):
         self.rates = []
@@ -319,48 +287,6 @@ def test_checkpoints_load_without_running_code(tmp_path):
 
 # --- the command line --------------------------------------------------------------------------
 
-CONFIG = {
-    "class_path": "fl_lightning.models.ImageClassifier",
-    "init_args": {
-        "network": "vit_small_patch16_224.dino",
-        "num_classes": 5,
-        "image_size": 32,
-        "network_kwargs": TINY,
-        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-        "schedule": {"kind": "step", "step_every": 2},
-    },
-}
-
-
-@lightning_runs
-@lightning_parses
-def test_the_cli_builds_and_fits_the_model(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-    cli = LightningCLI(
-        ImageClassifier,
-        Images,
-        subclass_mode_model=True,
-        run=False,
-        seed_everything_default=0,
-        auto_configure_optimizers=False,
-        save_config_callback=None,
-        args={"model": CONFIG},
-        trainer_defaults={
-            "default_root_dir": str(tmp_path),
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        },
-    )
-    cli.trainer.fit(cli.model, cli.datamodule)
-    (optimizer,) = cli.trainer.optimizers
-    assert type(optimizer) is torch.optim.AdamW
-    assert optimizer.defaults["lr"] == 0.003
-    assert cli.trainer.lr_scheduler_configs[0].interval == "epoch"
-
 
 @lightning_parses
 def test_the_parser_makes_the_defaults_and_refuses_a_bad_schedule():
@@ -368,7 +294,9 @@ def test_the_parser_makes_the_defaults_and_refuses_a_bad_schedule():
     parser.add_lightning_class_args(ImageClassifier, "model")
     arguments = {"network": "lenet", "num_classes": 5}
     model = parser.instantiate_classes(parser.parse_object({"model": arguments})).model
-    assert type(model.configure_optimizers()) is torch.optim.SGD
+    optimizer = model.configure_optimizers()
+    assert type(optimizer) is torch.optim.SGD
+    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.01, 0.9)
     schedule = {"kind": "cosine", "final_factor": 3.0}
     with pytest.raises(ValueError, match="final_factor must be"):
         parser.instantiate_classes(

@@ -173,7 +173,7 @@ def test_what_travels_beside_protected_updates_is_refused(protected, options, sa
         search(supernet(**options), **federation)
 
 
-MOMENTS = ("0-group0", "0-end", "1-group2")
+MOMENTS = ("0-trained", "0-end", "1-trained")
 KINDS = {
     "darts": lambda: supernet(),
     "second order": lambda: supernet(learn=Gradient("finite")),
@@ -185,7 +185,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_search_taken_up_anywhere_ends_in_the_same_bits(kind, tmp_path):
-    options = {"clients_per_group": 1, "cohort": UniformCohort(size=3)}
+    options = {"cohort": UniformCohort(size=3)}
     whole = search(KINDS[kind](), SaveEverywhere(tmp_path), **options)
     for moment in MOMENTS:
         again = search(KINDS[kind](), ckpt_path=tmp_path / f"{moment}.ckpt", **options)

@@ -29,7 +29,6 @@ from fl_lightning.privacy.accounting.gaussian import (
 )
 from fl_lightning.privacy.central import CentralDP
 from fl_lightning.privacy.mechanism import AccountedRun
-from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.private_mean import AdaptiveClip
 
 # noise multiplier, rate, rounds, δ, ε by RDP, ε by PLD
@@ -53,7 +52,7 @@ def sampling(rate):
 
 def privacy(noise_multiplier, cohort, num_clients, rounds, **options):
     setting = CentralDP(clip_norm=1.0, noise_multiplier=noise_multiplier, **options)
-    return setting.mechanism(AccountedRun(cohort, num_clients, rounds, seed=0), SeededNoise(0))
+    return setting.mechanism(AccountedRun(cohort, num_clients, rounds, seed=0))
 
 
 @pytest.mark.parametrize(("z", "rate", "rounds", "delta", "rdp", "pld"), TABLE)

@@ -18,7 +18,7 @@ from fl_lightning.privacy.banded import (
     dense,
 )
 from fl_lightning.privacy.mechanism import AccountedRun
-from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.noise.noise_source import NoiseSource
 
 
 def mean_squared_error(columns):
@@ -120,7 +120,7 @@ def test_numbers_that_64_bits_do_not_hold_are_refused():
 
 
 def mechanism(setting, cohort, num_clients=12, num_rounds=6):
-    return setting.mechanism(AccountedRun(cohort, num_clients, num_rounds, seed=0), SeededNoise(0))
+    return setting.mechanism(AccountedRun(cohort, num_clients, num_rounds, seed=0), NoiseSource(0))
 
 
 def test_cost_is_that_of_the_turns_so_far():

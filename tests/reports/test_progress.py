@@ -1,6 +1,5 @@
 """The bar of rounds: what stands in it, and for whom there is room."""
 
-import io
 import logging
 import re
 import sys
@@ -12,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from terminal_screen import seen
+from terminal_screen import Terminal, seen
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ConfigurationError, Federation, RoundProgressBar, RunLog, companions
@@ -20,12 +19,6 @@ from fl_lightning.reports import progress as run_bar
 from fl_lightning.reports.log_file import with_place
 from fl_lightning.reports.progress import Inner, Pace, number, round_line, run_line
 from fl_lightning.reports.screen import plain
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
 
 NAMES = st.text("abcdefgh/_", min_size=1, max_size=30)
 METRICS = st.dictionaries(NAMES, st.floats(-1e9, 1e9), min_size=1, max_size=6)

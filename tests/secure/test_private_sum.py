@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fl_lightning import AllClients, ConfigurationError, DistributedDP, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.privacy.accounting.gaussian import ReleaseCost, composed_epsilon
-from fl_lightning.privacy.distributed import DistributedSkellam, largest_noise, skellam_noise
+from fl_lightning.privacy.distributed import largest_noise, skellam_noise
 from fl_lightning.privacy.mechanism import AccountedRun
-from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.secure import SecureMean
 from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring
 from fl_lightning.secure.protocol.session import SparseGraph
@@ -30,7 +30,7 @@ def mechanism(secure, num_clients=6, rounds=4, **options):
     fewest = secure.fewest_survivors(num_clients)
     run = AccountedRun(AllClients(), num_clients, rounds, 5, SIZE, fewest_survivors=fewest)
     setting = DistributedDP(**{"clip_norm": CLIP, "noise_multiplier": 2.0, **options})
-    return setting.mechanism(run, SeededNoise(0))
+    return setting.mechanism(run, NoiseSource(0))
 
 
 def deltas(num_clients=6):
@@ -105,7 +105,8 @@ def test_no_sum_can_wrap_round(clients, noise):
     lowest = SimpleNamespace(
         stream=lambda *ids: lambda count: np.full(count, next(words), np.uint64)
     )
-    made = DistributedSkellam(lowest, None, 1e-5, noise, clients, fewest_replies=clients, size=1)
+    rule = DistributedDP(clip_norm=1.0, noise_multiplier=noise, delta=1e-5)
+    made = rule.mechanism(AccountedRun(AllClients(), clients, 1, seed=0), lowest)
     bits = made.num_bits(clients)
     limit = largest_noise(made.share_variance)
     extremes = [

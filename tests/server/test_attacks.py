@@ -153,17 +153,17 @@ class TestPoison:
         def change(inputs, labels, *_):
             return poison.change(inputs, labels)
 
-        return changed_reader(read, attackers, change, "attackers.poison", "use attackers.forge")
+        return changed_reader(read, attackers, change, "attackers.poison")
 
     def test_only_attackers_examples_change(self):
-        chosen = poisoned_examples(self.shards, [1], 1.0, 8, seed=0)
+        chosen = poisoned_examples([self.shards], [1], 1.0, 8, seed=0)
         assert chosen.tolist() == [-1, 1, -1, 1, -1, -1, -1, -1]
         images, labels = self.reader(self.read, chosen, LabelFlip(10))(torch.tensor([3, 0, 7]))
         assert labels.tolist() == [6, 0, 7]
         assert torch.equal(images, self.read(torch.tensor([3, 0, 7]))[0])
 
     def test_a_share_of_them_may_change(self):
-        chosen = poisoned_examples(self.shards, [0, 2], 0.5, 8, seed=0)
+        chosen = poisoned_examples([self.shards], [0, 2], 0.5, 8, seed=0)
         assert (chosen[[0, 2, 4, 6]] == 0).sum() == 2
         assert (chosen[[5, 7]] == 2).sum() == 1
         assert (chosen[[1, 3]] == -1).all()

@@ -1,7 +1,5 @@
 """A round's updates side by side: the same in memory and in a file, in blocks, over processes."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -67,20 +65,6 @@ def test_an_update_may_change_afterwards():
     rows.append(ClientUpdate(0, delta, torch.empty(0), 1, 1))
     delta.zero_()
     assert whole(rows).tolist() == [[1.0, 1.0, 1.0]]
-
-
-@pytest.mark.parametrize("kept", [0, 2])
-def test_the_state_goes_through_a_checkpoint(kept):
-    rows = rows_of(MATRIX, memory_limit=kept * MATRIX[0].nbytes)
-    file = io.BytesIO()
-    torch.save(rows.state_dict(), file)
-    file.seek(0)
-    other = rows_of(MATRIX[:0])
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert (whole(other) == MATRIX).all()
-    assert [u.effective_steps for u in other.updates()] == [1.5] * 7
-    assert [u.metrics for u in other.updates()] == [u.metrics for u in rows.updates()]
-    assert whole(other.buffer_rows()).tolist() == [[client] * 2 for client in range(7)]
 
 
 def test_processes_exchange_their_updates_bit_for_bit():

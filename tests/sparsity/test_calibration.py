@@ -13,14 +13,12 @@ from fl_lightning.sparsity import (
     HighestMagnitude,
     LeastSensitive,
     LowestMagnitude,
-    Mask,
     MostSensitive,
     RandomEntries,
     SampledFisher,
     Scores,
     calibrate,
     maskable_names,
-    soften,
     union,
 )
 
@@ -64,15 +62,6 @@ def test_progressive_rounds_by_hand():
     assert one_shot != mask
     assert no_soft_mask == one_shot  # the same scores every round
     assert all(torch.equal(start[n], p) for n, p in module.named_parameters())
-
-
-def test_soft_mask():
-    parameters = {"a": torch.tensor([2.0, -4.0, 8.0])}
-    mask = Mask({"a": torch.tensor([True, False, False])})
-    assert soften(parameters, mask, 0.01)["a"].tolist() == pytest.approx([2.0, -0.04, 0.08])
-    assert soften(parameters, mask, 0.1)["a"].tolist() == pytest.approx([2.0, -0.4, 0.8])
-    assert torch.equal(soften(parameters, mask, 1.0)["a"], parameters["a"])
-    assert torch.equal(soften(parameters, Mask.ones(parameters), 0.01)["a"], parameters["a"])
 
 
 def test_clients_scores_give_the_mask_of_all_their_examples():
@@ -121,14 +110,6 @@ def test_five_rules_on_a_vision_transformer(rule):
         other = calibrate(module, [], sparsity=0.9, rule=rule(), seed=2)
         assert other.num_active == mask.num_active
         assert 0.17 < union([mask, other]).density < 0.21  # 0.19 of independent ones
-
-
-def test_least_and_most_sensitive_share_the_entries_between_them():
-    module, batch = two_layers(), examples(6, 3)
-    least = calibrate(module, [batch], density=0.5, rounds=1, sensitivity=ExactFisher())
-    rule = MostSensitive()
-    most = calibrate(module, [batch], density=0.5, rounds=1, rule=rule, sensitivity=ExactFisher())
-    assert torch.equal(flat(least), ~flat(most))
 
 
 def test_a_threshold_for_each_tensor():

@@ -151,27 +151,6 @@ def test_gradients_that_are_not_finite_and_signed_zeros_do_not_reach_frozen_entr
     assert mask.sum() == 0 or not torch.equal(bits(param[mask]), bits(before[mask]))
 
 
-def test_the_trajectory_by_hand():
-    param = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
-    masks = [torch.tensor([True, False, True, False])]
-    optimizer = SparseSGDM([param], lr=0.1, momentum=0.9, weight_decay=0.01, masks=masks)
-    for grad in ([1, 1, -1, -1], [0.5, 2, 0, 1], [0, 0, 0, 0]):
-        param.grad = torch.tensor(grad, dtype=torch.float64)
-        optimizer.step()
-    assert param.tolist() == pytest.approx([0.62882465, 2.0, 3.25380468, 4.0], abs=1e-6)
-
-
-@pytest.mark.parametrize("make", [SparseSGDM, SparseAdamW])
-def test_state_has_a_number_per_active_entry(make):
-    param = nn.Parameter(torch.zeros(1000))
-    optimizer = make([param], masks=[torch.arange(1000) % 10 == 0])
-    optimizer.param_groups[0]["momentum"] = 0.9
-    step(optimizer, [param], 0)
-    tensors = [value for value in optimizer.state[param].values() if value.ndim]
-    assert tensors
-    assert all(value.shape == (100,) for value in tensors)
-
-
 def run(make, options, first, second, interrupt):
     """Step with one mask, then with another, and do something in between."""
     params = parameters()
@@ -313,18 +292,6 @@ def test_masks_that_do_not_fit(masks, message):
         SparseSGDM(nn.Linear(2, 2).named_parameters(), masks=masks)
 
 
-def test_names_without_named_parameters():
-    with pytest.raises(ValueError, match="named_parameters"):
-        SparseSGDM(nn.Linear(2, 2).parameters(), masks={"weight": None})
-
-
-def test_state_of_another_model():
-    optimizer = SparseSGDM([nn.Parameter(torch.zeros(9))], masks=[torch.arange(9) == 8])
-    other = SparseSGDM([nn.Parameter(torch.zeros(8))])
-    with pytest.raises(ValueError, match="another model"):
-        other.load_state_dict(optimizer.state_dict())
-
-
 def test_groups_closures_schedules_and_parameters_without_gradient():
     first, second, third = parameters([(6,), (6,), (6,)])
     mask = torch.tensor([True, False] * 3)
@@ -406,6 +373,11 @@ def test_gradients_of_sparse_layout():
 def test_options_are_checked():
     with pytest.raises(ValueError, match="learning rate"):
         SparseSGDM(parameters(), lr=-1)
+    with pytest.raises(ValueError, match="named_parameters"):
+        SparseSGDM(nn.Linear(2, 2).parameters(), masks={"weight": None})
+    longer = SparseSGDM([nn.Parameter(torch.zeros(9))], masks=[torch.arange(9) == 8])
+    with pytest.raises(ValueError, match="another model"):
+        SparseSGDM([nn.Parameter(torch.zeros(8))]).load_state_dict(longer.state_dict())
     with pytest.raises(ValueError, match="Nesterov"):
         SparseSGDM(parameters(), nesterov=True)
     with pytest.raises(ValueError, match="beta"):

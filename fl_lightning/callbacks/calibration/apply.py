@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.masks.mask import Mask, some
@@ -23,29 +23,25 @@ from fl_lightning.sparsity.sensitivity.protocol import Sensitivity, module_logit
 
 
 class MaskApplier:
-    """Applies masks to a module and its optimizer, and unfreezes the module at the end.
+    """Applies masks to a Trainer's module and its optimizer, and unfreezes the module at the end.
 
     Args:
-        module: module whose parameters are masked.
-        optimizer: optimizer of the module.
+        trainer: Trainer with one masked optimizer.
         heads: names of the modules that form the head.
         head_trains: whether the head's parameters outside the mask train densely.
 
     Attributes:
         dense: names of the head's parameters that train densely.
+
+    Raises:
+        ConfigurationError: if the optimizer is no `MaskedOptimizer`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: MaskedOptimizer,
-        heads: Sequence[str],
-        *,
-        head_trains: bool,
-    ) -> None:
-        self._params = dict(module.named_parameters())
+    def __init__(self, trainer: Trainer, heads: Sequence[str], *, head_trains: bool) -> None:
+        self._module: nn.Module = trainer.lightning_module
+        self._optimizer = _masked_optimizer(trainer)
+        self._params = dict(self._module.named_parameters())
         self._trained = [name for name, p in self._params.items() if p.requires_grad]
-        self._module, self._optimizer = module, optimizer
         self._in_head = tuple(f"{head}." for head in heads)
         self._head_trains = head_trains
         self.dense: list[str] = []
@@ -104,14 +100,11 @@ class MaskApplier:
                 f"the mask covers {some(fixed)} of the head, which is frozen: set head: train"
             )
 
-    def num_entries(self, names: Sequence[str]) -> int:
-        """Number of entries of the named parameters together."""
-        return sum(self._params[name].numel() for name in names)
-
-    def num_frozen(self, mask: Mask) -> int:
-        """Number of entries outside the mask and the dense head."""
+    def in_words(self, mask: Mask) -> str:
+        """Numbers of entries that train densely, and that are frozen, outside a mask."""
+        dense = sum(self._params[name].numel() for name in self.dense)
         everything = sum(p.numel() for p in self._params.values())
-        return everything - mask.num_entries - self.num_entries(self.dense)
+        return f"{dense:,} densely, {everything - mask.num_entries - dense:,} frozen"
 
     def undo(self) -> None:
         """Unfreeze the parameters that were trainable before the first mask."""
@@ -119,7 +112,7 @@ class MaskApplier:
             self._params[name].requires_grad_(True)
 
 
-def masked_optimizer(trainer: Trainer) -> MaskedOptimizer:
+def _masked_optimizer(trainer: Trainer) -> MaskedOptimizer:
     """Return a Trainer's optimizer, or raise ConfigurationError if it is no `MaskedOptimizer`."""
     optimizers = trainer.optimizers
     if len(optimizers) == 1 and isinstance(optimizers[0], MaskedOptimizer):
@@ -155,30 +148,16 @@ def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> li
     return heads
 
 
-def check_options(
-    max_examples: int | None,
-    every_n_rounds: int | None,
-    mask_file: str | None,
-    per_client: bool,
-) -> None:
-    """Raise ConfigurationError if an option is out of range."""
-    check_range(
-        "MaskCalibration: max_examples", max_examples, "at least 1", "; leave it out for all"
-    )
-    keep = "; leave it out to keep the first mask"
-    check_range("MaskCalibration: every_n_rounds", every_n_rounds, "at least 1", keep)
-    if per_client and (every_n_rounds is not None or mask_file is not None):
-        raise ConfigurationError(
-            "MaskCalibration: with per_client every client finds its mask once: leave out "
-            "every_n_rounds and mask_file"
-        )
-
-
-def check_callbacks(trainer: Trainer, calibration: Callback) -> None:
-    """Raise ConfigurationError for central runs in several processes, and for callbacks in wrong order."""
+def check_run(trainer: Trainer, calibration: Callback, *, per_client: bool) -> None:
+    """Raise ConfigurationError if a run cannot use masks: alone, in several processes, in wrong order."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     federation = federation_of(trainer)
     if federation is None:
+        if per_client:
+            raise ConfigurationError(
+                "MaskCalibration: per_client needs a Federation, whose clients apply their own masks; "
+                "this run has none. Leave per_client out for one mask for all"
+            )
         if not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise ConfigurationError(
                 "without a federation MaskCalibration runs in one process, got "

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from fl_lightning.callbacks.calibration.scores import (
     ExampleOwners,
     example_owners,
-    own_share,
-    run_everywhere,
-    scoring_context,
+    of_each,
+    scoring,
 )
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import Ranks, Visit, visiting
+from fl_lightning.federation import Ranks, Visit
 from fl_lightning.reports.progress import progress_bar
 from fl_lightning.sparsity.heads import (
     Features,
@@ -32,7 +31,7 @@ from fl_lightning.sparsity.heads import (
     head_features,
 )
 
-# Yields the sums of remote clients in the given order, each of the given tensor's shape; see `OneExchange`.
+# Yields the sums of remote clients in the given order, each of the given tensor's shape; see `HeadFit`.
 RemoteSums: TypeAlias = Callable[[list[int], Tensor], Iterator[Tensor]]
 
 
@@ -51,21 +50,33 @@ def fit_head(
         ConfigurationError: if the head is not one linear layer.
     """
     head = linear_head(trainer.lightning_module, names)
-    device = trainer.strategy.root_device
-    owners = [] if remote is not None else _features(trainer, head, fit)
+    owners = example_owners(trainer)
+    clients = np.flatnonzero(owners.shards.num_examples)
+    counts = owners.shards.num_examples[clients]
+    features: list[Features] = []
+    if remote is None:
+        num_batches = owners.num_batches(counts) / trainer.world_size
+        with (
+            progress_bar(trainer, "Features for the head", num_batches) as tick,
+            scoring(trainer) as visit,
+        ):
+
+            def find(owner: int, _: int) -> None:
+                features.append(owner_features(visit, owners, owner, head, fit, tick))
+
+            of_each(trainer, clients, counts, find)
 
     def reduce(sums: Tensor) -> None:
         if remote is not None:
-            clients = np.flatnonzero(example_owners(trainer).num_examples).tolist()
-            for received in remote(clients, sums):
+            for received in remote(clients.tolist(), sums):
                 sums += received
             return
-        there = sums.to(device)
+        there = sums.to(trainer.strategy.root_device)
         Ranks(trainer).all_reduce(there)
         sums.copy_(there)
 
     fitted = fit.fit(
-        owners,
+        features,
         head.in_features,
         head.out_features,
         has_bias=head.bias is not None,
@@ -73,27 +84,6 @@ def fit_head(
     )
     fitted.write_to(head)
     return fitted
-
-
-def _features(trainer: Trainer, head: nn.Linear, fit: HeadFit) -> list[Features]:
-    """Features and labels of the owners that this process handles."""
-    owners = example_owners(trainer)
-    ids = np.flatnonzero(owners.num_examples)
-    mine = ids[own_share(trainer, ids, owners.num_examples[ids])].tolist()
-    num_batches = sum(-(-int(owners.num_examples[i]) // owners.batch_size) for i in mine)
-    found: list[Features] = []
-
-    def find() -> None:
-        for owner in mine:
-            found.append(owner_features(visit, owners, owner, head, fit, tick))
-
-    with (
-        progress_bar(trainer, "Features for the head", num_batches) as tick,
-        visiting(trainer, mode="eval") as visit,
-        scoring_context(trainer),
-    ):
-        run_everywhere(trainer, find)
-    return found
 
 
 def owner_features(
@@ -107,7 +97,7 @@ def owner_features(
     """Features and labels of an owner's examples, on the CPU.
 
     Args:
-        visit: access to the module, in eval mode and the Trainer's precision.
+        visit: access to the module, see `scoring`.
         owners: the owners of all examples.
         owner: number of the owner.
         head: layer whose inputs are the features.
@@ -115,7 +105,7 @@ def owner_features(
         tick: called after every batch.
     """
     parts = []
-    for batch in map(visit.prepared, owners.batches(owners.indices(owner))):
+    for batch in map(visit.prepared, owners.batches(owners.shards[owner])):
         parts.append((head_features(visit.module, head, batch, fit.logits), fit.labels(batch)))
         tick()
     features, labels = zip(*parts, strict=True)

@@ -4,6 +4,12 @@ Before the first round, scores on the training data decide which entries may mov
 optimizer then moves only these entries and the head. In a federation clients compute the scores, and
 frozen entries are not sent. In a central run all examples are scored together.
 
+    bytes of a calibration:    4 · maskable entries · Σ over its rounds of the clients that score
+    bytes of the head's fit:   8 · values in a client's sums · its rounds · clients with examples
+
+Scores are sent in single precision, sums for a head in double precision. These bytes are not part of
+``round/bytes_up``. A central run sends nothing.
+
 Source: Iurada et al. 2025, ICLR (TaLoS), section 4; differences are stated in `fl_lightning.sparsity`.
 """
 
@@ -14,27 +20,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, final
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.callbacks.calibration.apply import (
-    MaskApplier,
-    check_callbacks,
-    check_forward,
-    check_options,
-    heads_of,
-    masked_optimizer,
-)
+from fl_lightning.callbacks.calibration.apply import MaskApplier, check_forward, check_run, heads_of
 from fl_lightning.callbacks.calibration.head_fitting import RemoteSums, fit_head
 from fl_lightning.callbacks.calibration.mask_report import (
     ClientMasks,
-    calibration_bytes,
-    head_bytes,
     report_client_masks,
     report_mask,
 )
 from fl_lightning.callbacks.calibration.scores import OwnerScores, RemoteScores
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import Cohort
@@ -140,7 +138,14 @@ class MaskCalibration(Callback):
     ) -> None:
         super().__init__()
         calibrates = mask_file is None or every_n_rounds is not None
-        check_options(max_examples, every_n_rounds, mask_file, per_client)
+        keep = "; leave it out to keep the first mask"
+        check_range("MaskCalibration: max_examples", max_examples, "at least 1", "; None is all")
+        check_range("MaskCalibration: every_n_rounds", every_n_rounds, "at least 1", keep)
+        if per_client and (every_n_rounds is not None or mask_file is not None):
+            raise ConfigurationError(
+                "MaskCalibration: with per_client every client finds its mask once: leave out "
+                "every_n_rounds and mask_file"
+            )
         self._plan: CalibrationPlan | None = None
         if calibrates:
             self._plan = CalibrationPlan(
@@ -171,7 +176,6 @@ class MaskCalibration(Callback):
         self.per_client = per_client
         self._remote_sums: RemoteSums | None = None
         self._clients: ClientMasks | None = None
-        self._is_claimed = False
         self._applier: MaskApplier | None = None
         self._saved: dict[str, Any] = {}
         self.mask: Mask | None = None
@@ -197,9 +201,10 @@ class MaskCalibration(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ConfigurationError for settings that cannot work, before any computation."""
         if stage == "fit":
+            self._saved = {}  # a checkpoint is loaded after this
             traits = getattr(pl_module, "federation_traits", NO_TRAITS)
             check_together({f"model {type(pl_module).__name__}": traits, "MaskCalibration": MASKS})
-            check_callbacks(trainer, self)
+            check_run(trainer, self, per_client=self.per_client)
             if self._plan is not None and self._plan.chosen_rule.needs_scores:
                 check_forward(pl_module, self.scores.sensitivity)
 
@@ -240,8 +245,8 @@ class MaskCalibration(Callback):
 
     def mask_applier(self, trainer: Trainer) -> MaskApplier:
         """Return the object that applies masks to a Trainer's module and optimizer."""
-        optimizer, module = masked_optimizer(trainer), trainer.lightning_module
-        return MaskApplier(module, optimizer, self.heads(module), head_trains=self._head == "train")
+        heads = self.heads(trainer.lightning_module)
+        return MaskApplier(trainer, heads, head_trains=self._head == "train")
 
     def use_remote_clients(self, scores: RemoteScores, sums: RemoteSums) -> None:
         """Calibrate on remote clients, by functions that return their scores and sums."""
@@ -255,16 +260,7 @@ class MaskCalibration(Callback):
         and average every entry over the clients that may move it. A mask is calibrated on first access, at
         the module's current values, which must be those that the client received.
         """
-        self._is_claimed = True
         return self._clients
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise ConfigurationError if there are masks per client, and no federation applies them."""
-        if self._clients is not None and not self._is_claimed:
-            raise ConfigurationError(
-                "MaskCalibration: per_client needs a Federation, whose clients apply their own masks; "
-                "this run has none. Leave per_client out for one mask for all"
-            )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Calibrate again after every n-th round, if ``every_n_rounds`` is set."""
@@ -289,7 +285,7 @@ class MaskCalibration(Callback):
         batch_idx: int,
     ) -> None:
         """Share the masks of this round's clients with all processes, before any checkpoint."""
-        if self._clients is not None and trainer.is_last_batch:
+        if self._clients is not None:
             num_bytes = self._clients.exchange(Ranks(trainer))
             if num_bytes:
                 report_client_masks(trainer, self._clients.counts, num_bytes)
@@ -338,23 +334,24 @@ class MaskCalibration(Callback):
         began = time.perf_counter()
         heads = self.heads(trainer.lightning_module)
         fitted = fit_head(trainer, heads, self._head, self._remote_sums)
-        return {
+        metrics = {
             "head/seconds": time.perf_counter() - began,
             "head/rounds": float(fitted.rounds),
-            **head_bytes(trainer, fitted),
         }
+        if federation_of(trainer) is not None:
+            num_clients = int(np.count_nonzero(trainer.datamodule.clients.num_examples))  # type: ignore[attr-defined]
+            metrics |= _bytes("head", 8.0 * fitted.values_up, fitted.rounds * num_clients)
+        return metrics
 
     def _calibrate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         assert self._plan is not None
         began = time.perf_counter()
-        names = self._names()
         version = len(self.history)
-        mask = self.scores.mask(trainer, self._plan, names, version)
+        mask, num_sent = self.scores.mask(trainer, self._plan, self._names(), version)
         seconds = time.perf_counter() - began
         metrics = {**metrics, "calibration/seconds": seconds}
         if federation_of(trainer) is not None:
-            num_sent = self.scores.num_sent(trainer, self._plan, version)
-            metrics |= calibration_bytes(mask.num_entries, num_sent)
+            metrics |= _bytes("calibration", 4.0 * mask.num_entries if num_sent else 0.0, num_sent)
         self._use(trainer, mask, f"calibrated in {seconds:.1f} s", metrics)
 
     def _names(self) -> list[str]:
@@ -377,28 +374,30 @@ class MaskCalibration(Callback):
         found = trainer.current_epoch if round_ is None else round_
         self.mask = mask
         self.history.append({"round": found, "hash": mask.hash()})
-        num_dense = self._applier.num_entries(self._applier.dense)
-        num_frozen = self._applier.num_frozen(mask)
+        others = self._applier.in_words(mask)
         if self._clients is not None:
             known = self._clients.counts.num_masks
             rank_zero_info(
                 f"masks of clients: each is calibrated when its client is first sampled, on "
-                f"{mask.num_entries:,} maskable parameters; {num_dense:,} train densely, "
-                f"{num_frozen:,} frozen{f'; {known:,} are from the checkpoint' if known else ''}"
+                f"{mask.num_entries:,} maskable parameters; of the others train {others}"
+                f"{f'; {known:,} are from the checkpoint' if known else ''}"
             )
             if metrics:
                 log_once(trainer, "mask", metrics, step=trainer.global_step)
             return
         words = (
             f"mask {self.version}: {mask.num_active:,} of {mask.num_entries:,} maskable parameters "
-            f"train (density {mask.density:.4g}), {num_dense:,} densely, {num_frozen:,} frozen; "
-            f"{origin}; hash {mask.hash()}"
+            f"train (density {mask.density:.4g}), {others}; {origin}; hash {mask.hash()}"
         )
         news = metrics if round_ is None else None
         report_mask(trainer, mask, self.version, words, news, is_one_of_many=self.has_curves)
 
     def _restore(self) -> None:
-        self._is_claimed = False
         if self._applier is not None:
             self._applier.undo()
             self._applier = None
+
+
+def _bytes(purpose: str, each: float, times: int) -> dict[str, float]:
+    """Payload bytes of one client in a round, and of all clients in all rounds."""
+    return {f"{purpose}/bytes_up": each, f"{purpose}/total_bytes_up": each * times}

@@ -1,10 +1,4 @@
-"""Report of a new mask, the bytes that clients send for it, and masks per client.
-
-    calibration: 4 bytes · maskable entries · Σ over calibration rounds of the clients that score
-    head:        8 bytes · values in a client's sums · rounds · clients with examples
-
-Scores are sent in single precision, sums for a head in double precision. These bytes are not part of
-``round/bytes_up``. A central run sends nothing.
+"""Report of a new mask, and masks per client.
 
 With one mask per client, each client calibrates when it is first sampled and sends its mask instead of
 scores, see `ClientMasks.exchange`.
@@ -16,15 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.federation import Ranks, log_figure, log_numbers, log_once, run_folder
-from fl_lightning.reports.progress import federation_of
-from fl_lightning.sparsity.heads import FittedHead
 from fl_lightning.sparsity.masks.mask import Mask, save_mask
-from fl_lightning.sparsity.masks.report import MaskCounts, density_figure
+from fl_lightning.sparsity.masks.report import density_figure
+from fl_lightning.sparsity.tasks.merging import MaskCounts
 
 
 def report_mask(
@@ -65,34 +57,6 @@ def report_mask(
         log_figure(trainer, "mask/density per layer", lambda: density_figure(mask), step=step)
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_mask(mask, Path(folder) / f"mask_v{version}.safetensors")
-
-
-_SINGLE, _DOUBLE = 4.0, 8.0
-
-
-def calibration_bytes(num_entries: int, num_sent: int) -> dict[str, float]:
-    """Payload bytes of one client in a calibration round, and of all clients in all rounds.
-
-    Args:
-        num_entries: number of maskable entries.
-        num_sent: number of scores sent, summed over clients and rounds; 0 for rules without scores.
-
-    Example:
-        >>> calibration_bytes(num_entries=1000, num_sent=40)
-        {'calibration/bytes_up': 4000.0, 'calibration/total_bytes_up': 160000.0}
-    """
-    each = _SINGLE * num_entries if num_sent else 0.0
-    return {"calibration/bytes_up": each, "calibration/total_bytes_up": each * num_sent}
-
-
-def head_bytes(trainer: Trainer, fitted: FittedHead) -> dict[str, float]:
-    """Payload bytes of one client in a round of the head's fit, and of all clients in all rounds."""
-    if federation_of(trainer) is None:
-        return {}
-    num_examples = trainer.datamodule.clients.num_examples  # type: ignore[attr-defined]
-    each = _DOUBLE * fitted.values_up
-    total = each * fitted.rounds * int(np.count_nonzero(num_examples))
-    return {"head/bytes_up": each, "head/total_bytes_up": total}
 
 
 class ClientMasks:

@@ -16,13 +16,11 @@ the order of their indices, without augmentation if the data set supports it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -38,7 +36,8 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohorts.cohort import AllClients, Cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.training_set import example_reader, loader_option
+from fl_lightning.data.shards import FlatShards
+from fl_lightning.data.training_set import Read, TrainingSet
 from fl_lightning.federation import Ranks, Visit, shares, training_loader, visiting
 from fl_lightning.reports.progress import federation_of, progress_bar
 from fl_lightning.sparsity.calibration.calibrate import Calibration
@@ -61,31 +60,28 @@ class ExampleOwners:
     """Training examples by owner: a client, or the single owner in a central run.
 
     Attributes:
-        num_examples: number of examples of each owner, shape (owners,).
-        indices: function from an owner to the indices of its examples.
+        shards: indices of each owner's examples.
         read: function from indices, shape (B,), to a batch, before `Visit.prepared`.
         batch_size: examples per batch.
     """
 
-    num_examples: npt.NDArray[np.int64]
-    indices: Callable[[int], Tensor]
-    read: Callable[[Tensor], Any]
+    shards: FlatShards
+    read: Read
     batch_size: int
 
     def batches(self, indices: Tensor) -> Iterator[Any]:
         """Yield the examples at some indices in batches."""
         return (self.read(part) for part in indices.split(self.batch_size) if len(part))
 
+    def num_batches(self, counts: Integers) -> int:
+        """Number of batches of owners with these numbers of examples."""
+        return int((-(-counts // self.batch_size)).sum())
+
 
 def clients_as_owners(data: FederatedDataModule) -> ExampleOwners:
     """Return the clients of a federation as owners of their examples."""
-    clients = data.clients
-    return ExampleOwners(
-        clients.num_examples,
-        clients.__getitem__,
-        lambda indices: data.evaluation_batch(indices),  # on access, because remote data have none
-        data.batch_size,
-    )
+    # the reader on access, because remote data have none
+    return ExampleOwners(data.clients, lambda some: data.evaluation_batch(some), data.batch_size)
 
 
 def example_owners(trainer: Trainer) -> ExampleOwners:
@@ -101,62 +97,59 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
     if isinstance(data, FederatedDataModule):
         size, read, everything = data.batch_size, data.evaluation_batch, data.train_indices
     else:
-        loader = _checked(training_loader(trainer))
-        size, read = int(loader_option(loader, "batch_size") or 32), example_reader(loader)
-        everything = torch.arange(len(loader.dataset))  # type: ignore[arg-type]
-    return ExampleOwners(np.array([len(everything)]), lambda _: everything, read, size)
+        loader = training_loader(trainer)
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            raise ConfigurationError(
+                "MaskCalibration reads one training DataLoader over a map-style data set (with "
+                f"__len__ and __getitem__), got {type(loader).__name__}: calibrate by hand with "
+                "fl_lightning.sparsity.calibrate, save_mask, and give mask_file"
+            )
+        training = TrainingSet(loader)
+        size, read = int(training.option("batch_size") or 32), training.reader()
+        everything = torch.arange(len(training))
+    return ExampleOwners(FlatShards.of([everything.numpy()]), read, size)
 
 
-def scoring_context(trainer: Trainer) -> AbstractContextManager[None]:
-    """Context of forward passes in the Trainer's precision; 16-mixed runs in single precision.
+@contextmanager
+def scoring(trainer: Trainer) -> Iterator[Visit]:
+    """Yield access to a Trainer's module in this block, in eval mode and the Trainer's precision.
 
-    In half precision the smallest squared gradients, which decide about the mask, would become 0.
+    A run in 16-mixed scores in single precision: in half precision the smallest squared gradients,
+    which decide about the mask, would become 0.
     """
-    if trainer.precision == "16-mixed":
-        return nullcontext()
-    return trainer.precision_plugin.forward_context()
+    is_half = trainer.precision == "16-mixed"
+    context = nullcontext() if is_half else trainer.precision_plugin.forward_context()
+    with visiting(trainer, mode="eval") as visit, context:
+        yield visit
 
 
-def _checked(loader: Any) -> DataLoader[Any]:
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise ConfigurationError(
-            "MaskCalibration reads one training DataLoader over a map-style data set (with "
-            f"__len__ and __getitem__), got {type(loader).__name__}: calibrate by hand with "
-            "fl_lightning.sparsity.calibrate, save_mask, and give mask_file"
-        )
-    return loader
+def of_each(
+    trainer: Trainer, owners: Integers, counts: Integers, work: Callable[[int, int], None]
+) -> None:
+    """Do some work for every owner, each in one of the processes; every process must call this.
 
-
-def own_share(trainer: Trainer, owners: Integers, work: Integers) -> Integers:
-    """Sorted positions of the owners that this process handles."""
-    ranks = Ranks(trainer)
-    if ranks.size == 1:
-        return np.arange(len(owners))
-    return shares(work, ranks.size)[ranks.rank]
-
-
-def run_everywhere(trainer: Trainer, work: Callable[[], None]) -> None:
-    """Run this process's part of the work, and raise in all processes if one fails.
+    Args:
+        trainer: the Trainer.
+        owners: numbers of the owners.
+        counts: number of examples of each.
+        work: called with an owner and the number of its examples.
 
     Raises:
         Exception: the error of this process; or else a `ConfigurationError` with that of another one.
     """
+    ranks = Ranks(trainer)
+    mine = shares(counts, ranks.size)[ranks.rank]
     failure: Exception | None = None
     try:
-        work()
+        for owner, count in zip(owners[mine].tolist(), counts[mine].tolist(), strict=True):
+            work(owner, count)
     except Exception as error:  # noqa: BLE001 - other processes would wait for this one forever
         failure = error
-    failures = Ranks(trainer).gather(
-        None if failure is None else f"{type(failure).__name__}: {failure}"
-    )
+    failures = ranks.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     if others := [words for words in failures if words is not None]:
         raise ConfigurationError(f"another process failed: {others[0]}")
-
-
-# number of examples to score by owner, for the owners that this process handles
-_Visits: TypeAlias = Mapping[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +171,9 @@ class OwnerScores:
     seed: int = 0
     remote: RemoteScores | None = None
 
-    def mask(self, trainer: Trainer, plan: CalibrationPlan, names: list[str], version: int) -> Mask:
+    def mask(
+        self, trainer: Trainer, plan: CalibrationPlan, names: list[str], version: int
+    ) -> tuple[Mask, int]:
         """Calibrate a mask on all owners' examples; every process must call this.
 
         Args:
@@ -188,85 +183,82 @@ class OwnerScores:
             version: number of the mask: 0 at the start of a run, then 1, 2, ….
 
         Returns:
-            The mask, on the CPU.
+            The mask, on the CPU, and the number of scores that owners sent, over all rounds.
         """
-        calibration = self._calibration(trainer, plan, names, version)
-        if not calibration.needs_scores:
-            calibration.step()
-            return calibration.mask.to("cpu")
-        owners = example_owners(trainer)
-        rounds = range(len(calibration.num_kept))
-        visits = [self._visits(trainer, owners, version, number) for number in rounds]
-        batches = [-(-n // owners.batch_size) for v in visits for n in v.values()]
-        with progress_bar(trainer, "Calibration", sum(batches)) as tick, scoring(trainer) as visit:
-            for number in rounds:
-                values = calibration.soft_parameters()
-                if self.remote is None:
-                    score = self.score(visit, owners, values, (version, number), tick)
-                else:
-                    received = self.remote(values, (version, number), visits[number])
-                    score = partial(_next, received)
-                calibration.step(_summed(trainer, values, visits[number], score))
-        return calibration.mask.to("cpu")
-
-    def num_sent(self, trainer: Trainer, plan: CalibrationPlan, version: int) -> int:
-        """Number of clients that score for a mask, summed over the calibration rounds."""
         if not plan.chosen_rule.needs_scores:
-            return 0
+            return self._calibrated(trainer, plan, names, (version,), None), 0
         owners = example_owners(trainer)
-        rounds = range(plan.rounds)
-        return sum(len(self._drawn(trainer, owners, version, number)[0]) for number in rounds)
+        draws = [self._drawn(trainer, owners, version, r) for r in range(plan.rounds)]
+        num_batches = sum(owners.num_batches(counts) for _, counts in draws) / trainer.world_size
+        with (
+            progress_bar(trainer, "Calibration", num_batches) as tick,
+            scoring(trainer) as visit,
+        ):
+
+            def scored(values: Mapping[str, Tensor], number: int) -> Scores:
+                ids, (clients, counts) = (version, number), draws[number]
+                if self.remote is None:
+                    score = self.score(visit, owners, values, ids, tick)
+                else:  # arrive in the order of the clients
+                    asked = dict(zip(clients.tolist(), counts.tolist(), strict=True))
+                    received = self.remote(values, ids, asked)
+                    score = lambda *_: next(received)
+                return _summed(trainer, values, clients, counts, score)
+
+            mask = self._calibrated(trainer, plan, names, (version,), scored)
+        return mask, sum(len(clients) for clients, _ in draws)
 
     def mask_of(
         self, trainer: Trainer, plan: CalibrationPlan, names: list[str], owner: int
     ) -> Mask:
-        """Calibrate a mask on the examples of one owner.
+        """Calibrate a mask on the examples of one owner, on the CPU; only one process calls this.
 
         Args:
             trainer: Trainer whose module has the values that the owner received.
             plan: options of the calibration.
             names: names of the maskable parameters.
             owner: number of the owner.
-
-        Returns:
-            The mask, on the CPU.
         """
-        calibration = self._calibration(trainer, plan, names, 0, owner)
         owners = example_owners(trainer)
-        most = self.max_examples or int(owners.num_examples[owner])
-        count = min(most, int(owners.num_examples[owner]))
+        total = int(owners.shards.num_examples[owner])
         with scoring(trainer) as visit:
-            while not calibration.is_done:
-                values = calibration.soft_parameters()
-                score = self.score(visit, owners, values, (0, calibration.round))
-                calibration.step(score(owner, count) if calibration.needs_scores else None)
-        return calibration.mask.to("cpu")
 
-    def _calibration(
-        self, trainer: Trainer, plan: CalibrationPlan, names: list[str], *ids: int
-    ) -> Calibration:
+            def scored(values: Mapping[str, Tensor], number: int) -> Scores:
+                score = self.score(visit, owners, values, (0, number))
+                return score(owner, min(self.max_examples or total, total))
+
+            return self._calibrated(trainer, plan, names, (0, owner), scored)
+
+    def _calibrated(
+        self,
+        trainer: Trainer,
+        plan: CalibrationPlan,
+        names: list[str],
+        ids: tuple[int, ...],
+        scored: Callable[[Mapping[str, Tensor], int], Scores] | None,
+    ) -> Mask:
+        """Calibrate by scores at given values in a calibration round."""
         own = dict(trainer.lightning_module.named_parameters())
-        parameters = {name: own[name] for name in names}
-        return Calibration(plan, parameters, seed=derive_seed(self.seed, _PURPOSE, *ids))
+        seed = derive_seed(self.seed, _PURPOSE, *ids)
+        calibration = Calibration(plan, {name: own[name] for name in names}, seed=seed)
+        while not calibration.is_done:
+            scores = None
+            if calibration.needs_scores and scored is not None:
+                scores = scored(calibration.soft_parameters(), calibration.round)
+            calibration.step(scores)
+        return calibration.mask.to("cpu")
 
     def _drawn(
         self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
     ) -> tuple[Integers, Integers]:
         """Draw the owners of a calibration round, and the number of examples that each scores."""
-        federation, population = federation_of(trainer), Population(owners.num_examples)
+        federation, sizes = federation_of(trainer), owners.shards.num_examples
         sampler = AllClients() if federation is None else self.cohort or federation.cohort
-        ids = sampler.sample(number, population, derive_seed(self.seed, _PURPOSE, version))
-        counts = owners.num_examples[ids]
+        ids = sampler.sample(number, Population(sizes), derive_seed(self.seed, _PURPOSE, version))
+        counts = sizes[ids]
         if self.max_examples is not None and counts.sum() > self.max_examples:
             counts = np.array(apportion(counts.tolist(), self.max_examples))
         return ids[counts > 0], counts[counts > 0]
-
-    def _visits(
-        self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
-    ) -> _Visits:
-        ids, counts = self._drawn(trainer, owners, version, number)
-        mine = own_share(trainer, ids, counts)
-        return dict(zip(ids[mine].tolist(), counts[mine].tolist(), strict=True))
 
     def score(
         self,
@@ -287,59 +279,45 @@ class OwnerScores:
         """
         sensitivity = self.sensitivity or SampledFisher()
 
-        def ticking(batches: Iterator[Any]) -> Iterator[Any]:
-            for batch in batches:
+        def batches(indices: Tensor) -> Iterator[Any]:
+            for batch in owners.batches(indices):
                 yield visit.prepared(batch)
                 tick()
 
         def score(owner: int, num_examples: int) -> Scores:
-            indices = owners.indices(owner)
+            indices = owners.shards[owner]
             if num_examples < len(indices):
                 generator = torch_generator(self.seed, "calibration examples", *ids, owner)
                 drawn = torch.randperm(len(indices), generator=generator)[:num_examples]
                 indices = indices[drawn.sort().values]
             own = derive_seed(self.seed, _PURPOSE, *ids, owner)
             seed_global_generators(own)  # for modules that draw in eval mode
-            batches = ticking(owners.batches(indices))
-            return sensitivity(visit.module, batches, parameters=values, seed=own)
+            return sensitivity(visit.module, batches(indices), parameters=values, seed=own)
 
         return score
-
-
-def _next(received: Iterator[Scores], owner: int, num_examples: int) -> Scores:
-    """Return the next scores of remote clients, which arrive in the order of the owners."""
-    return next(received)
-
-
-@contextmanager
-def scoring(trainer: Trainer) -> Iterator[Visit]:
-    """Yield access to a Trainer's module in this block, in the Trainer's precision."""
-    with visiting(trainer) as visit, scoring_context(trainer):
-        yield visit
 
 
 def _summed(
     trainer: Trainer,
     values: Mapping[str, Tensor],
-    visits: _Visits,
+    owners: Integers,
+    counts: Integers,
     score: Callable[[int, int], Scores],
 ) -> Scores:
     """Return the sum of the scores of all owners, over all processes."""
+    device = trainer.strategy.root_device
     # Apple's accelerators have no double precision
-    on_mps = trainer.strategy.root_device.type == "mps"
-    dtype = torch.float32 if on_mps else torch.float64
+    dtype = torch.float32 if device.type == "mps" else torch.float64
     sums = {name: torch.zeros_like(value, dtype=dtype) for name, value in values.items()}
-    num_examples = torch.zeros((), dtype=torch.int64, device=trainer.strategy.root_device)
+    num_examples = torch.zeros((), dtype=torch.int64, device=device)
 
-    def visit() -> None:
-        for owner, count in visits.items():
-            scores = score(owner, count)
-            for name, total in sums.items():
-                total += scores.sums[name].to(total.device)
-            num_examples.add_(scores.num_examples)
+    def add(owner: int, count: int) -> None:
+        scores = score(owner, count)
+        for name, total in sums.items():
+            total += scores.sums[name].to(total.device)
+        num_examples.add_(scores.num_examples)
 
-    run_everywhere(trainer, visit)
-    ranks = Ranks(trainer)
+    of_each(trainer, owners, counts, add)
     for total in (*sums.values(), num_examples):
-        ranks.all_reduce(total)
+        Ranks(trainer).all_reduce(total)
     return Scores(sums, int(num_examples))

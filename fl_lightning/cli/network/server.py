@@ -35,7 +35,6 @@ from fl_lightning.flower.transport.apps import CONFIGURATION
 from fl_lightning.flower.transport.channel import Channel
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.sparsity.heads import OneExchange
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
@@ -119,7 +118,6 @@ class OverSites:
             greeting=greeting,
             signing_keys={s: bytes.fromhex(f.signing) for s, f in told.items() if f.signing},
         )
-        federation.clients_per_group = len(sizes)
         if calibration is not None:
             asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
             calibration.use_remote_clients(asked.scores, asked.sums)
@@ -194,7 +192,7 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
             "MaskCalibration: masks of the clients' own are simulated only: set per_client to false"
         )
     fit, private = calibration.head_fit, options.client_privacy
-    if fit is not None and not isinstance(fit, OneExchange):
+    if fit is not None and not fit.exchanges_once:
         raise ConfigurationError(
             f"MaskCalibration: head {type(fit).__name__} exchanges sums many times, which is simulated "
             "only: use RidgeHead, train or freeze"

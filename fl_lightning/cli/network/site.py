@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_lightning.callbacks.calibration.apply import MaskApplier
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring, scoring_context
+from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import read
 from fl_lightning.data.shards import FlatShards
-from fl_lightning.federation import visiting
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
@@ -34,10 +33,9 @@ from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
 from fl_lightning.flower.server.elsewhere import SUMS, VALUES, of_transforms
 from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.desk import Done
-from fl_lightning.flower.site.fit import AtSite
-from fl_lightning.flower.site.site import Fit, Site
+from fl_lightning.flower.site.fit import AtSite, Fit
+from fl_lightning.flower.site.site import Site
 from fl_lightning.flower.transport.resident import log_to, serve
-from fl_lightning.sparsity.heads import OneExchange
 
 # switches off what only the server's Trainer does
 _SITE_WORDS = (
@@ -92,14 +90,9 @@ def run_site(fit: Fit, policy: Policy) -> None:
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             """Build the Trainer with a callback that carries out orders instead of running rounds."""
             federation = self._get(self.config_init, "federation")
-            rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
-            num_rounds = None if rounds is None or rounds < 0 else rounds
             options = self._get(self.config_init, "trainer")
             calibrates = next(map(SiteCalibration, options["callbacks"] or ()), None)
-            at_site = AtSite(
-                federation, fit.desk, fit.memory, policy, num_rounds, fit.account, calibrates
-            )
-            options["callbacks"] = [at_site]
+            options["callbacks"] = [AtSite(federation, fit, policy, calibrates)]
             return super(FederatedCLI, self).instantiate_trainer(**kwargs)
 
         def instantiate_classes(self) -> None:
@@ -114,7 +107,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
         def fit(self, model: Any, **kwargs: Any) -> None:
             """Send the site's facts to the server, wait for the first order, and fit."""
             data = self.datamodule
-            if problems := list(of_transforms(data)):
+            if problems := of_transforms(data):
                 raise ConfigurationError("\n".join(problems))
             data.prepare_data()
             data.setup("fit")
@@ -168,7 +161,7 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
     site = Site(policy, own)
     serve(
         policy.socket,
-        lambda: site.handle,
+        site.handle,
         meanwhile=lambda: site.serve(lambda fit: run_site(fit, policy)),
     )
 
@@ -215,15 +208,14 @@ class SiteCalibration:
 
     def _sums(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
         """Return for each client its id, 0, and its sums for the linear head."""
-        fit: Any = self._calibration.head_fit
-        is_one_exchange = isinstance(fit, OneExchange)
-        if not is_one_exchange:
+        fit = self._calibration.head_fit
+        if fit is None or not fit.exchanges_once:
             raise OrderRefused("policy", "this run fits no head by one exchange of sums")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         owners, module = clients_as_owners(data), trainer.lightning_module
         head = linear_head(module, self._calibration.heads(module))
         found = []
-        with visiting(trainer, mode="eval") as visit, scoring_context(trainer):
+        with scoring(trainer) as visit:
             hold_model(visit.module, order.tensors)
             for client in order.clients:
                 features = owner_features(visit, owners, client, head, fit)

@@ -6,8 +6,8 @@ cohort depends on completed rounds, never on the current one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,11 @@ class Population:
         num_examples: training examples of each client, shape (num_clients,).
         is_available: True for clients that can be sampled, bool of shape (num_clients,); None for all.
 
+    Attributes:
+        losses: last known training loss of each client, nan if unknown.
+        last_rounds: last round in which each client was sampled; `NEVER` (-1) if it never was.
+        durations: last observed duration of a round of each client in seconds, nan if unknown.
+
     Example:
         >>> population = Population(np.array([10, 20, 30]))
         >>> population.note([2], round_index=0, losses={2: 0.5})
@@ -42,23 +47,9 @@ class Population:
     ) -> None:
         self.num_examples = num_examples
         self.is_available = is_available
-
-    # created on first access: most samplers do not use them
-
-    @cached_property
-    def losses(self) -> Numbers:
-        """Last known training loss of each client, nan if unknown."""
-        return np.full(self.num_clients, np.nan)
-
-    @cached_property
-    def last_rounds(self) -> ClientIds:
-        """Last round in which each client was sampled; `NEVER` (-1) if it never was."""
-        return np.full(self.num_clients, NEVER, np.int64)
-
-    @cached_property
-    def durations(self) -> Numbers:
-        """Last observed duration of a round of each client in seconds, nan if unknown."""
-        return np.full(self.num_clients, np.nan)
+        self.losses: Numbers = np.full(len(num_examples), np.nan)
+        self.last_rounds: ClientIds = np.full(len(num_examples), NEVER, np.int64)
+        self.durations: Numbers = np.full(len(num_examples), np.nan)
 
     @property
     def num_clients(self) -> int:
@@ -82,9 +73,8 @@ class Population:
         """Return the same information, with only the given clients available."""
         if self.is_available is not None:
             is_available = is_available & self.is_available
-        other = Population(self.num_examples, is_available)
-        other.losses, other.last_rounds = self.losses, self.last_rounds
-        other.durations = self.durations
+        other = copy.copy(self)
+        other.is_available = is_available
         return other
 
     def note(

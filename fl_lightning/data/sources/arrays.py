@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.columns import column_of
@@ -58,12 +59,8 @@ class Arrays(Source):
         self._given = {"inputs": inputs, "targets": targets, "clients": clients}
         self._file, self._target_type = file, target_type
 
+    @override
     def load(self) -> Loaded:
-        """Read the arrays.
-
-        Raises:
-            ConfigurationError: if a file or array is missing, or lengths differ.
-        """
         found = {name: _found(self._file, name, value) for name, value in self._given.items()}
         inputs = as_tensor(found["inputs"], "Arrays: inputs")
         for name in ("targets", "clients"):

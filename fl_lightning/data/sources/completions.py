@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from fl_lightning.data.sources.hugging_face import DatasetSource, column
-from fl_lightning.data.sources.rows import MemoryRows
+from fl_lightning.data.sources.rows import StoredRows
 from fl_lightning.data.sources.source import Loaded
 
 _IGNORED = -100  # label of tokens that are not predicted
@@ -82,13 +82,8 @@ class Completions(DatasetSource):
         if self._max_length < 2:
             yield f"max_length must be at least 2 tokens, got {self._max_length}"
 
+    @override
     def load(self) -> Loaded:
-        """Read and tokenize the splits.
-
-        Raises:
-            ConfigurationError: if a data set, split or column is missing, or the chat template cannot be
-                applied.
-        """
         splits = self.splits(self._texts)
         rows = {purpose: self._rows(split) for purpose, split in splits.items()}
         return Loaded(rows["train"], rows.get("val"), rows.get("test"))
@@ -105,25 +100,22 @@ class Completions(DatasetSource):
                     f"column {', '.join(self._texts)}, example {number}: {error}"
                 ) from error
             examples.append(_encoded(tokenizer, pieces, self._max_length, self._mask_prompts))
-        kept = [place for place, (_, labels) in enumerate(examples) if any(labels[1:])]
+        kept = [place for place, (_, labels) in enumerate(examples) if (labels != _IGNORED).any()]
         if len(kept) < len(examples):
             rank_zero_warn(
                 f"Completions: {len(examples) - len(kept)} of {len(examples)} examples are left out: no token "
                 f"to learn is among their first {self._max_length} (max_length)"
             )
-        names = (name for name in split.column_names if name not in self._texts)
-        columns = {name: partial(column, split, name) for name in names}
         padding = (
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         )
-        return TokenRows(
-            [torch.tensor(examples[place][0], dtype=torch.int32) for place in kept],
-            [torch.tensor(examples[place][1], dtype=torch.bool) for place in kept],
-            columns,
-            padding=int(padding),
-            packing=self._packing,
-            places=torch.tensor(kept, dtype=torch.long),
-        )
+        columns = {
+            name: partial(column, split, name)
+            for name in split.column_names
+            if name not in self._texts
+        }
+        rows = TokenRows(examples, columns, padding=int(padding), packing=self._packing)
+        return rows.select(torch.tensor(kept, dtype=torch.long))
 
 
 def _completion(tokenizer: Any, prompt: Any, completion: Any) -> Pieces:
@@ -175,91 +167,66 @@ def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Iterator[tu
 
 def _encoded(
     tokenizer: Any, pieces: Pieces, max_length: int, mask_prompts: bool
-) -> tuple[list[int], list[bool]]:
-    """Tokens of an example, and True for each token that is a label.
+) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of an example, int32 of shape (L,).
 
     Each piece is tokenized separately, so that a prompt has the same tokens as in generation.
     """
     tokens: list[int] = []
-    learnt: list[bool] = []
+    labels: list[int] = []
     for text, is_answer in pieces:
         some = tokenizer(text, add_special_tokens=False)["input_ids"]
         tokens += some
-        learnt += [is_answer or not mask_prompts] * len(some)
-    return tokens[:max_length], learnt[:max_length]
+        labels += some if is_answer or not mask_prompts else [_IGNORED] * len(some)
+    labels[:1] = [_IGNORED]  # the first token of an example is not predicted
+    kept = torch.tensor([tokens, labels], dtype=torch.int32)[:, :max_length]
+    return kept[0], kept[1]
 
 
 @final
-class TokenRows(MemoryRows):
+class TokenRows(StoredRows):
     """Tokenized examples of different lengths, in memory.
 
     Args:
-        tokens: tokens of each example, int32 of shape (L,).
-        learnt: True for tokens that are labels, bool of shape (L,) for each example.
-        columns: see `MemoryRows`.
+        examples: tokens and labels of each example, int32 of shape (L,).
+        columns: see `StoredRows`.
         padding: token that pads the rows of a batch.
         packing: whether a batch is one row without padding.
-        places: see `MemoryRows`.
 
     Example:
-        >>> tokens = [torch.tensor([1, 5, 2]), torch.tensor([1, 6, 7, 2])]
-        >>> learnt = [torch.tensor([0, 1, 1]) > 0, torch.tensor([0, 0, 1, 1]) > 0]
-        >>> TokenRows(tokens, learnt, padding=0).gather(torch.tensor([0, 1]))["labels"]
+        >>> short = torch.tensor([1, 5, 2]), torch.tensor([-100, 5, 2])
+        >>> long = torch.tensor([1, 6, 7, 2]), torch.tensor([-100, -100, 7, 2])
+        >>> TokenRows([short, long], padding=0).gather(torch.tensor([0, 1]))["labels"]
         tensor([[-100,    5,    2, -100],
                 [-100, -100,    7,    2]])
-        >>> TokenRows(tokens, learnt, padding=0, packing=True).gather(torch.tensor([0, 1]))["position_ids"]
+        >>> TokenRows([short, long], padding=0, packing=True)[[0, 1]]["position_ids"]
         tensor([[0, 1, 2, 0, 1, 2, 3]])
     """
 
     def __init__(
         self,
-        tokens: Sequence[Tensor],
-        learnt: Sequence[Tensor],
+        examples: Sequence[tuple[Tensor, Tensor]],
         columns: Mapping[str, Any] | None = None,
         *,
         padding: int,
         packing: bool = False,
-        places: Tensor | None = None,
     ) -> None:
-        super().__init__(columns, places)
-        self._tokens, self._learnt = list(tokens), list(learnt)
-        self._padding, self._packing = padding, packing
+        super().__init__(len(examples), columns)
+        self._examples, self._padding, self._packing = examples, padding, packing
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def gather(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return a batch of the rows at ``indices``, shape (B,): tokens and labels, int64."""
-        chosen = indices.tolist()
-        tokens = [self._tokens[place].long() for place in chosen]
-        labels = [
-            some.masked_fill(~self._learnt[place], _IGNORED)
-            for some, place in zip(tokens, chosen, strict=True)
-        ]
-        for some in labels:
-            some[0] = _IGNORED  # the first token of an example is not predicted
+    @override
+    def read(self, places: Tensor) -> dict[str, Tensor]:
+        examples = [self._examples[place] for place in places.tolist()]
+        tokens, labels = ([part.long() for part in parts] for parts in zip(*examples, strict=True))
         if self._packing:
             positions = torch.cat([torch.arange(len(some)) for some in tokens])
             parts = {"input_ids": torch.cat(tokens), "position_ids": positions}
-            return {
-                name: part[None] for name, part in {**parts, "labels": torch.cat(labels)}.items()
-            }
+            parts["labels"] = torch.cat(labels)
+            return {name: part[None] for name, part in parts.items()}
+        ones = [torch.ones_like(some) for some in tokens]
+        padded = partial(pad_sequence, batch_first=True)
         return {
-            "input_ids": pad_sequence(tokens, batch_first=True, padding_value=self._padding),
-            "attention_mask": pad_sequence(
-                [torch.ones_like(some) for some in tokens], batch_first=True
-            ),
-            "labels": pad_sequence(labels, batch_first=True, padding_value=_IGNORED),
+            "input_ids": padded(tokens, padding_value=self._padding),
+            "attention_mask": padded(ones),
+            "labels": padded(labels, padding_value=_IGNORED),
         }
-
-    def select(self, indices: Tensor) -> TokenRows:
-        """Return these rows only, in this order."""
-        chosen = indices.tolist()
-        return TokenRows(
-            [self._tokens[place] for place in chosen],
-            [self._learnt[place] for place in chosen],
-            self._columns,
-            padding=self._padding,
-            packing=self._packing,
-            places=self._chosen(indices),
-        )

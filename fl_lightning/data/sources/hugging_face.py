@@ -251,12 +251,8 @@ class HuggingFace(DatasetSource):
         }
         yield from (words for words, is_broken in broken.items() if is_broken)
 
+    @override
     def load(self) -> Loaded:
-        """Read and encode the splits.
-
-        Raises:
-            ConfigurationError: if a data set, split or column is missing.
-        """
         seen = [self._image] if self._image is not None else list(self._text or self._inputs or [])
         splits = self.splits([self._label, *seen])
         kind, names = self._targets(splits["train"])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -20,9 +21,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.image_source import ImageSet, ImageSource, ImageTensors
+from fl_lightning.data.sources.image_source import ImageRows, ImageSource, ImageTensors
 from fl_lightning.data.sources.source import Loaded
 from fl_lightning.data.transforms import PaddingMode, PixelPipeline
 
@@ -92,21 +94,13 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             horizontal_flip=True,
         )
 
-    def setup(self, stage: str | None = None) -> None:
-        """List and split the files and, if `in_memory`, decode the files of the sets."""
-        if hasattr(self, "train_set"):
-            return
-        super().setup(stage)
-        if self.in_memory:
-            for name in ("train_set", "val_set", "test_set"):
-                setattr(self, name, getattr(self, name).in_memory())
+    @override
+    def finished(self, examples: ImageRows, *, trains: bool) -> ImageRows:
+        rows = super().finished(examples, trains=trains)
+        return ImageTensors(rows.images, rows.targets, rows.pipeline) if self.in_memory else rows
 
+    @override
     def load(self) -> Loaded:
-        """List the files.
-
-        Raises:
-            ConfigurationError: if a folder or its images are missing, or classes differ.
-        """
         train, test, val = self.folders
         class_names = _class_names(self.root / train)
         return Loaded(
@@ -116,7 +110,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             val=None if val is None else self._read(val, class_names),
         )
 
-    def _read(self, name: str, class_names: tuple[str, ...]) -> ImageSet:
+    def _read(self, name: str, class_names: tuple[str, ...]) -> ImageRows:
         folder = self.root / name
         found = set(_class_names(folder))
         missing, unknown = sorted(set(class_names) - found), sorted(found - set(class_names))
@@ -130,8 +124,12 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             images = _image_paths(folder / class_name)
             paths += images
             targets += [target] * len(images)
-        pipeline = self.training_pipeline(self.pipeline)
-        return ImageFiles(paths, torch.tensor(targets), pipeline, image_size=self.stored_size)
+        stored = partial(_decoded, paths, self.stored_size)
+        return ImageRows(stored, torch.tensor(targets), self.pipeline)
+
+
+def _decoded(paths: Sequence[Path], image_size: int, places: Tensor) -> Tensor:
+    return decode_images([paths[place] for place in places.tolist()], image_size=image_size)
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:
@@ -211,54 +209,3 @@ def _decode(path: Path, image_size: int) -> np.ndarray:
     if rgb.size != size:
         rgb = ImageOps.fit(rgb, size, Image.Resampling.BILINEAR)
     return np.asarray(rgb)
-
-
-@final
-class ImageFiles(ImageSet):
-    """Images that are decoded from files whenever a batch is gathered, for sets larger than memory.
-
-    Args:
-        paths: the files.
-        targets: the class of each image, int64 of shape (N,).
-        pipeline: transforms of a batch, for three channels.
-        image_size: height and width to decode to, in pixels.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "white.png")
-        ...     Image.new("L", (4, 4), 255).save(path)
-        ...     pipeline = PixelPipeline((0.0,) * 3, (1.0,) * 3)
-        ...     images = ImageFiles([path], torch.tensor([7]), pipeline, image_size=1)
-        ...     images[0][0].flatten(), images[[0, 0]][1]
-        (tensor([1., 1., 1.]), tensor([7, 7]))
-    """
-
-    def __init__(
-        self, paths: Sequence[Path], targets: Tensor, pipeline: PixelPipeline, *, image_size: int
-    ) -> None:
-        super().__init__()
-        self.paths = paths
-        self.targets = targets
-        self.pipeline = pipeline
-        self.image_size = image_size
-
-    def pixels(self, indices: Tensor) -> Tensor:
-        """Return the decoded images, uint8 of shape (B, C, H, W), for ``indices`` (B,) >= 0."""
-        paths = [self.paths[index] for index in indices.tolist()]
-        return decode_images(paths, image_size=self.image_size)
-
-    def select(self, indices: Tensor) -> ImageFiles:
-        """Return the set of these files only, in this order, with the same pipeline."""
-        paths = [self.paths[index] for index in indices.tolist()]
-        return ImageFiles(paths, self.targets[indices], self.pipeline, image_size=self.image_size)
-
-    def evaluation(self) -> ImageFiles:
-        """Return a view of the same files whose pipeline does not augment."""
-        pipeline = self.pipeline.evaluation()
-        return ImageFiles(self.paths, self.targets, pipeline, image_size=self.image_size)
-
-    def in_memory(self) -> ImageTensors:
-        """Decode every file once and return the same set in memory."""
-        pixels = decode_images(self.paths, image_size=self.image_size)
-        return ImageTensors(pixels, self.targets, self.pipeline)

@@ -1,14 +1,15 @@
 """Sources of images: training images are augmented, those for validation and test are not.
 
-A batch, `gather(indices)`, is one `index_select` and one pass of the pixel pipeline. `ImageTensors` keeps
-the bytes in memory, `fl_lightning.data.sources.image_folder.ImageFiles` decodes files on access.
+A batch, `gather(indices)`, is one read of stored bytes and one pass of the pixel pipeline.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+import copy
+from abc import ABC
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, final
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.rows import MemoryRows
+from fl_lightning.data.sources.rows import StoredRows
 from fl_lightning.data.sources.source import Source
 from fl_lightning.data.transforms import PixelPipeline
 
@@ -59,8 +60,8 @@ class ImageSource(Source, ABC):
         if classes is not None and (not classes or len(set(classes)) < len(classes)):
             yield f"classes must be different numbers, at least one, got {list(classes)}"
 
-    def finished(self, examples: ImageSet, *, trains: bool) -> ImageSet:
-        """Return the images of `classes`, without augmentation unless they train.
+    def finished(self, examples: ImageRows, *, trains: bool) -> ImageRows:
+        """Return the images of `classes`, resized, without augmentation unless they train.
 
         Classes are selected after the split, which so does not depend on them.
         """
@@ -73,56 +74,59 @@ class ImageSource(Source, ABC):
         if self.classes is not None:
             kept = torch.isin(examples.targets, torch.tensor(list(classes)))
             examples = examples.select(kept.nonzero().flatten())
-        return examples if trains else examples.evaluation()
-
-    def training_pipeline(self, pipeline: PixelPipeline) -> PixelPipeline:
-        """Return a set's pipeline with the image size and the augmentation of the settings."""
-        sized = replace(pipeline, image_size=self.image_size)
-        return sized if self.augment else sized.evaluation()
+        examples = examples.through(replace(examples.pipeline, image_size=self.image_size))
+        return examples if trains and self.augment else examples.evaluation()
 
 
-class ImageSet(MemoryRows, ABC):
+class ImageRows(StoredRows):
     """Labelled images of one size with a pixel pipeline; see `ImageTensors` for an example.
 
-    Attributes:
-        targets: the class of each image, int64, shape (N,).
+    Args:
+        stored: function from numbers of images, int64 of shape (B,), to their bytes, uint8 of shape
+            (B, C, H, W).
+        targets: the class of each image, integers of shape (N,).
         pipeline: transforms of a batch.
     """
 
-    targets: Tensor
-    pipeline: PixelPipeline
-
-    @abstractmethod
-    def pixels(self, indices: Tensor) -> Tensor:
-        """Return the stored images, uint8 of shape (B, C, H, W), for ``indices`` (B,) >= 0."""
-
-    @abstractmethod
-    def select(self, indices: Tensor) -> Self:
-        """Return the set of these examples only, in this order, with the same pipeline."""
-
-    @abstractmethod
-    def evaluation(self) -> Self:
-        """Return a view of the same storage whose pipeline does not augment."""
+    def __init__(
+        self, stored: Callable[[Tensor], Tensor], targets: Tensor, pipeline: PixelPipeline
+    ) -> None:
+        super().__init__(len(targets))
+        self._stored, self._targets = stored, targets.to(torch.long)
+        self.pipeline = pipeline
 
     @property
+    def targets(self) -> Tensor:
+        """The class of each image, int64, shape (N,)."""
+        return self._targets[self._places]
+
+    @property
+    def images(self) -> Tensor:
+        """The bytes of all images, uint8, shape (N, C, H, W)."""
+        return self._stored(self._places)
+
+    def through(self, pipeline: PixelPipeline) -> Self:
+        """Return the same images with another pipeline."""
+        other = copy.copy(self)
+        other.pipeline = pipeline
+        return other
+
+    @override
+    def evaluation(self) -> Self:
+        return self.through(self.pipeline.evaluation())
+
+    @property
+    @override
     def is_deterministic(self) -> bool:
-        """True if `gather` always returns the same batch, i.e. without augmentation."""
         return self.pipeline == self.pipeline.evaluation()
 
-    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a batch: images (B, C, h, w) in float32 and labels (B,) in int64.
-
-        Args:
-            indices: indices of the examples, int64 of shape (B,), each in [0, N).
-        """
-        return self.pipeline(self.pixels(indices)), self.targets.index_select(0, indices)
-
-    def __len__(self) -> int:
-        return len(self.targets)
+    @override
+    def read(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        return self.pipeline(self._stored(places)), self._targets.index_select(0, places)
 
 
 @final
-class ImageTensors(ImageSet):
+class ImageTensors(ImageRows):
     """Images in memory, as bytes.
 
     Args:
@@ -161,19 +165,4 @@ class ImageTensors(ImageSet):
                 f"mean and std of the pipeline have {len(pipeline.mean)} channels, the images "
                 f"{images.shape[1]}: give one number a channel"
             )
-        super().__init__()
-        self.images = images
-        self.targets = targets.to(torch.long)
-        self.pipeline = pipeline
-
-    def pixels(self, indices: Tensor) -> Tensor:
-        """Return the stored images, uint8 of shape (B, C, H, W), for ``indices`` (B,) >= 0."""
-        return self.images.index_select(0, indices)
-
-    def select(self, indices: Tensor) -> ImageTensors:
-        """Return a copy of these examples only, in this order, with the same pipeline."""
-        return ImageTensors(self.pixels(indices), self.targets[indices], self.pipeline)
-
-    def evaluation(self) -> ImageTensors:
-        """Return a view of the same storage whose pipeline does not augment."""
-        return ImageTensors(self.images, self.targets, self.pipeline.evaluation())
+        super().__init__(partial(torch.index_select, images, 0), targets, pipeline)

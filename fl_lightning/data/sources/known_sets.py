@@ -59,11 +59,11 @@ class Digits(ImageSource):
     def __init__(self, *, augment: bool = False, **options: Any) -> None:
         super().__init__(augment=augment, **options)
 
+    @override
     def load(self) -> Loaded:
-        """Read the digits of the installed scikit-learn, scaled to 0..255."""
         table = _table("digits.csv.gz")  # a row has 64 grey levels and the digit
         pixels = table[:, :64].view(-1, 1, 8, 8).mul(255 / 16).round().to(torch.uint8)
-        images = ImageTensors(pixels, table[:, 64].long(), self.training_pipeline(self.pipeline))
+        images = ImageTensors(pixels, table[:, 64], self.pipeline)
         return Loaded(images, class_names=tuple("0123456789"))
 
 
@@ -87,8 +87,8 @@ class Iris(Source):
     def __init__(self, *, batch_size: int = 150, val_fraction: float = 0.2, **options: Any) -> None:
         super().__init__(batch_size=batch_size, val_fraction=val_fraction, **options)
 
+    @override
     def load(self) -> Loaded:
-        """Read the flowers."""
         table = _table("iris.csv", skiprows=1)  # a row has four lengths and the species
         rows = TensorRows([table[:, :4].float(), table[:, 4].long()])
         return Loaded(rows, class_names=("setosa", "versicolor", "virginica"))
@@ -128,12 +128,8 @@ class TorchvisionSource(ImageSource, ABC):
         """Return further options of torchvision's data set."""
         return {}
 
+    @override
     def load(self) -> Loaded:
-        """Read training and test images into memory.
-
-        Raises:
-            ConfigurationError: if files are missing or damaged.
-        """
         train, test = self._read(train=True), self._read(train=False)
         return Loaded(
             self._images(train), test=self._images(test), class_names=tuple(train.classes)
@@ -143,8 +139,7 @@ class TorchvisionSource(ImageSource, ABC):
         pixels = torch.as_tensor(data_set.data)  # (N, H, W), or with colours (N, H, W, 3)
         pixels = pixels.unsqueeze(1) if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
         targets = torch.as_tensor(data_set.targets)
-        pipeline = self.training_pipeline(self.pipeline)
-        return ImageTensors(pixels.contiguous(), targets, pipeline)
+        return ImageTensors(pixels.contiguous(), targets, self.pipeline)
 
     def _read(self, *, train: bool, download: bool = False) -> Any:
         import torchvision  # a second to import, and only needed here
@@ -305,8 +300,8 @@ class FEMNIST(Source):
         super().__init__(**options)
         self.root = root
 
+    @override
     def load(self) -> Loaded:
-        """Read the files."""
         train, test = (
             self._rows(sorted(Path(self.root, kind).glob("*.json"))) for kind in ("train", "test")
         )
@@ -340,7 +335,5 @@ class FEMNIST(Source):
                 raise ConfigurationError(f"FEMNIST: {file} is no file of LEAF: {error}") from error
         if not images:
             return None
-        owners = np.asarray(writers)
-        return TensorRows(
-            [torch.cat(images), torch.tensor(labels)], {"writers": lambda: owners}, pixels=True
-        )
+        parts = [torch.cat(images), torch.tensor(labels)]
+        return TensorRows(parts, {"writers": writers}, pixels=True)

@@ -1,12 +1,13 @@
-"""Sets of rows in memory, with columns for natural partitions.
+"""Data sets in memory that return whole batches, and targets that are classes or numbers.
 
-A column of targets becomes class numbers or real numbers, see `Targets`.
+A selection of rows copies nothing: all sets of a source share what is stored, and each knows its rows.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, final
 
@@ -15,9 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.columns import is_missing
+from fl_lightning.data.columns import column_of, is_missing
 
 
 def as_tensor(values: Any, name: str) -> Tensor:
@@ -39,37 +41,48 @@ def as_tensor(values: Any, name: str) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-class MemoryRows(Dataset[Any], ABC):
-    """A data set in memory that returns whole batches, with columns for partitions.
+class StoredRows(Dataset[Any], ABC):
+    """Examples in memory, from which whole batches are read; `TensorRows` is an example.
 
     Args:
-        columns: functions by name that return one value per row, for partitions; not in batches.
-        places: rows of the columns that are the rows of this set, shape (N,); None for all.
+        num_rows: number of stored rows.
+        columns: one value per stored row, by name, for partitions; or a function that returns them.
+            Columns are not in batches.
     """
+
+    def __init__(self, num_rows: int, columns: Mapping[str, Any] | None = None) -> None:
+        self._places = torch.arange(num_rows)  # of this set's rows among the stored ones
+        self._columns = dict(columns or {})
+
+    @abstractmethod
+    def read(self, places: Tensor) -> Any:
+        """Return a batch of stored rows, a tuple or a dict of tensors.
+
+        Args:
+            places: numbers of the stored rows, int64 of shape (B,).
+        """
 
     @property
     def is_deterministic(self) -> bool:
         """True if `gather` always returns the same batch."""
         return True
 
-    def __init__(
-        self,
-        columns: Mapping[str, Callable[[], Any]] | None = None,
-        places: Tensor | None = None,
-    ) -> None:
-        self._columns, self._places = dict(columns or {}), places
+    def evaluation(self) -> Self:
+        """Return the same rows without augmentation."""
+        return self
 
-    @abstractmethod
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    @abstractmethod
     def gather(self, indices: Tensor) -> Any:
         """Return a batch of the rows at ``indices``, shape (B,), each in [0, N)."""
+        return self.read(self._places.index_select(0, indices))
 
-    @abstractmethod
-    def select(self, indices: Tensor) -> MemoryRows:
-        """Return these rows only, in this order."""
+    def select(self, indices: Tensor) -> Self:
+        """Return the set of these rows only, in this order; the stored rows are shared."""
+        chosen = copy.copy(self)
+        chosen._places = self._places[indices]
+        return chosen
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     @property
     def column_names(self) -> list[str]:
@@ -79,8 +92,8 @@ class MemoryRows(Dataset[Any], ABC):
     def __getitem__(self, index: int | str | Sequence[int] | Tensor) -> Any:
         """Return an example for a number, a batch for several, a column for a name."""
         if isinstance(index, str):
-            values = np.asarray(self._columns[index]())
-            return values if self._places is None else values[self._places.numpy()]
+            values = self._columns[index]
+            return column_of(values() if callable(values) else values)[self._places.numpy()]
         indices = torch.as_tensor(index, dtype=torch.long)
         if indices.ndim:
             return self.gather(indices)
@@ -90,25 +103,21 @@ class MemoryRows(Dataset[Any], ABC):
             return {name: part[0] for name, part in batch.items()}
         return tuple(part[0] for part in batch)
 
-    def _chosen(self, indices: Tensor) -> Tensor:
-        return indices if self._places is None else self._places[indices]
-
 
 @final
-class TensorRows(MemoryRows):
+class TensorRows(StoredRows):
     """A data set that returns whole batches: rows of each of its tensors.
 
     Args:
         parts: tensors of N rows each. Batches are dicts if they have names, else tuples.
-        columns: functions by name that return one value per row, for partitions; not in batches.
+        columns: see `StoredRows`.
         pixels: whether the first part has bytes, which are converted to numbers in [0, 1].
-        places: rows of the columns, see `MemoryRows`.
 
     Raises:
         ConfigurationError: if parts have different lengths.
 
     Example:
-        >>> rows = TensorRows([torch.eye(3), torch.arange(3)], {"who": lambda: np.array(["al", "bo", "al"])})
+        >>> rows = TensorRows([torch.eye(3), torch.arange(3)], {"who": ["al", "bo", "al"]})
         >>> rows.gather(torch.tensor([2]))
         (tensor([[0., 0., 1.]]), tensor([2]))
         >>> rows.column_names, rows["who"]
@@ -120,12 +129,10 @@ class TensorRows(MemoryRows):
     def __init__(
         self,
         parts: Mapping[str, Tensor] | Sequence[Tensor],
-        columns: Mapping[str, Callable[[], Any]] | None = None,
+        columns: Mapping[str, Any] | None = None,
         *,
         pixels: bool = False,
-        places: Tensor | None = None,
     ) -> None:
-        super().__init__(columns, places)
         self._names = list(parts) if isinstance(parts, Mapping) else None
         self._parts = list(parts.values() if isinstance(parts, Mapping) else parts)
         lengths = {len(part) for part in self._parts}
@@ -133,28 +140,20 @@ class TensorRows(MemoryRows):
             raise ConfigurationError(
                 f"inputs and targets must have one row an example, got {sorted(lengths)} rows"
             )
+        super().__init__(lengths.pop(), columns)
         self._pixels = pixels
 
     @property
     def targets(self) -> Tensor:
         """The targets, which are the last part."""
-        return self._parts[-1]
+        return self._parts[-1][self._places]
 
-    def __len__(self) -> int:
-        return len(self._parts[0])
-
-    def gather(self, indices: Tensor) -> Any:
-        """Return a batch of the rows at ``indices``, shape (B,), each in [0, N)."""
-        parts = [part.index_select(0, indices) for part in self._parts]
+    @override
+    def read(self, places: Tensor) -> Any:
+        parts = [part.index_select(0, places) for part in self._parts]
         if self._pixels:
             parts[0] = parts[0].float().div_(255)
         return tuple(parts) if self._names is None else dict(zip(self._names, parts, strict=True))
-
-    def select(self, indices: Tensor) -> TensorRows:
-        """Return these rows only, in this order."""
-        parts = [part.index_select(0, indices) for part in self._parts]
-        named = parts if self._names is None else dict(zip(self._names, parts, strict=True))
-        return TensorRows(named, self._columns, pixels=self._pixels, places=self._chosen(indices))
 
 
 TargetKind: TypeAlias = Literal["class", "number"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.columns import column_of
@@ -22,6 +19,8 @@ from fl_lightning.data.sources.source import Loaded, Source
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
+
+MOST_CATEGORIES = 1000  # per column: names and free text are no categories
 
 
 @final
@@ -43,7 +42,7 @@ class Table(Source):
         target_type: whether the target is a ``class`` or a ``number``; if None, real numbers are
             numbers, and strings and up to 100 distinct integers are classes.
         missing: replacement of missing numbers; None rejects tables with missing numbers. A missing
-            category is a category.
+            category is a category, ``missing``.
         options: those of `Source`.
 
     Attributes:
@@ -72,39 +71,37 @@ class Table(Source):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if missing is not None and not math.isfinite(missing):
+            raise ConfigurationError(f"Table: missing must be a finite number, got {missing}")
         self._data, self._val, self._test = data, val, test
         self._target, self._target_type, self._missing = target, target_type, missing
         self._chosen, self._ignored = features, ignore or []
 
+    @override
     def load(self) -> Loaded:
-        """Read and encode the tables.
-
-        Raises:
-            ConfigurationError: if a file, a column or values are missing.
-        """
         given = {"data": self._data, "val": self._val, "test": self._test}
-        tables = {name: _read(table) for name, table in given.items() if table is not None}
+        tables = {where: _read(table) for where, table in given.items() if table is not None}
         train = tables["data"]
         names = self._feature_columns(train)
         for where, table in tables.items():
             _check_columns(table, [self._target, *names], where)
-        features = Features.of(train, names, self._missing)
+        features = {
+            where: self._features(table, train[names], where) for where, table in tables.items()
+        }
+        # a value that no training row has is 0 everywhere
+        columns = features["data"].columns
         kind = Targets.of(
             column_of(train[self._target]), self._target_type, f"Table: column {self._target!r}"
         )
-        self.feature_names, self.num_features = features.names, len(features.names)
-
-        def rows(where: str) -> TensorRows | None:
-            if where not in tables:
-                return None
-            table = tables[where]
-            columns = {str(name): partial(_column, table, name) for name in table.columns}
+        self.feature_names, self.num_features = tuple(columns), len(columns)
+        rows = {}
+        for where, table in tables.items():
+            known = features[where].reindex(columns=columns, fill_value=0)
+            inputs = torch.from_numpy(known.to_numpy(np.float32, copy=True))
             targets = kind.encode(column_of(table[self._target]), where)
-            return TensorRows([features.encode(table, where), targets], columns)
-
-        training = rows("data")
-        assert training is not None
-        return Loaded(training, rows("val"), rows("test"), kind.class_names)
+            others = {str(name): table[name] for name in table.columns}
+            rows[where] = TensorRows([inputs, targets], others)
+        return Loaded(rows["data"], rows.get("val"), rows.get("test"), kind.class_names)
 
     def _feature_columns(self, table: DataFrame) -> list[str]:
         _check_columns(table, [self._target, *self._ignored, *(self._chosen or [])], "data")
@@ -120,44 +117,96 @@ class Table(Source):
             )
         return names
 
+    def _features(self, table: DataFrame, train: DataFrame, where: str) -> DataFrame:
+        """Encode the columns that a table shares with the training features, in their order."""
+        import pandas
 
-def _column(table: DataFrame, name: Any) -> Any:
-    return column_of(table[name])
+        parts: list[Any] = []
+        for name in train.columns:
+            if _is_number(train[name]):
+                parts.append(self._numbers(table[name], where))
+            else:
+                values = _categories(table[name])
+                parts.append(pandas.get_dummies(values, prefix=name, prefix_sep="="))
+        return pandas.concat(parts, axis=1)
+
+    def _numbers(self, column: Series[Any], where: str) -> Series[Any]:
+        if not _is_number(column):
+            raise ConfigurationError(
+                f"Table: column {column.name!r} holds numbers in the training rows, and in {where} "
+                f"{column.dtype}"
+            )
+        numbers = column.astype("float64").replace([np.inf, -np.inf], np.nan)
+        if (unknown := int(numbers.isna().sum())) and self._missing is None:
+            raise ConfigurationError(
+                f"Table: column {column.name!r} of {where} has no finite number in {unknown} of "
+                f"{len(numbers)} rows: set missing to the number that stands for it, or leave the "
+                "column out with ignore"
+            )
+        return numbers if self._missing is None else numbers.fillna(self._missing)
+
+
+def _is_number(column: Series[Any]) -> bool:
+    from pandas.api import types
+
+    return types.is_numeric_dtype(column) and not types.is_bool_dtype(column)
+
+
+def _categories(column: Series[Any]) -> Series[str]:
+    """Return a column's values as strings."""
+    if column.dtype.kind in "mM":
+        raise ConfigurationError(
+            f"Table: column {column.name!r} holds times: make numbers of them, or leave it out with ignore"
+        )
+    values = column.map(str).where(column.notna(), "missing")
+    if values.nunique() > MOST_CATEGORIES:
+        raise ConfigurationError(
+            f"Table: column {column.name!r} has {values.nunique()} different values, more than "
+            f"{MOST_CATEGORIES} features: leave it out with ignore"
+        )
+    return values
+
+
+def _check_columns(table: DataFrame, names: list[str], where: str) -> None:
+    absent = [name for name in names if name not in table.columns]
+    if absent:
+        there = ", ".join(map(repr, table.columns))
+        raise ConfigurationError(
+            f"Table: {where} has no column {', '.join(map(repr, absent))}: there are {there}"
+        )
 
 
 def _read(table: Any) -> DataFrame:
     """Return the given frame, or read it from a file."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ConfigurationError("Table needs pandas: pip install 'fl-lightning[table]'") from error
+    import pandas  # half a second to import
+
     if isinstance(table, pandas.DataFrame):
         _check_once([*table.columns])
         return table
-    path = Path(table) if isinstance(table, (str, Path)) else None
-    if path is None:
+    if not isinstance(table, (str, Path)):
         raise ConfigurationError(
             f"Table: data must be a pandas.DataFrame or the path of a file, got {type(table).__name__}"
         )
+    path = Path(table)
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if not path.is_file():
         raise ConfigurationError(f"Table: there is no file {str(path)!r}")
+    if kind not in (".csv", ".tsv", ".parquet"):
+        raise ConfigurationError(
+            f"Table: a file must be .csv, .tsv or .parquet, got {path.name!r}: read it with pandas and "
+            "give the frame"
+        )
     try:
-        return _read_file(pandas, path)
+        return pandas.read_parquet(path) if kind == ".parquet" else _read_text(path, kind)
     except ConfigurationError:
         raise
     except (ValueError, OSError, EOFError, MemoryError, zlib.error, ImportError) as error:
         raise ConfigurationError(f"Table: {str(path)!r} cannot be read: {error}") from error
 
 
-def _read_file(pandas: Any, path: Path) -> Any:
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if kind == ".parquet":
-        return pandas.read_parquet(path)
-    if kind not in (".csv", ".tsv"):
-        raise ConfigurationError(
-            f"Table: a file must be .csv, .tsv or .parquet, got {path.name!r}: read it with pandas and "
-            "give the frame"
-        )
+def _read_text(path: Path, kind: str) -> DataFrame:
+    import pandas
+
     if path.suffix == ".gz":
         _check_packed(path)
     separator = "," if kind == ".csv" else "\t"
@@ -167,9 +216,8 @@ def _read_file(pandas: Any, path: Path) -> Any:
     return pandas.read_csv(path, sep=separator)
 
 
-_MOST_PACKED = (
-    100  # times its size that a file's content may have, beyond 100 MB; text has about 10
-)
+# times its size that a file's content may have, beyond 100 MB; text has about 10
+_MOST_PACKED = 100
 
 
 def _check_packed(path: Path) -> None:
@@ -190,111 +238,3 @@ def _check_once(names: list[Any]) -> None:
             f"Table: columns must have different names, and {', '.join(map(repr, twice))} stands twice: "
             "rename one, or leave it out"
         )
-
-
-def _check_columns(table: DataFrame, names: list[str], where: str) -> None:
-    absent = [name for name in names if name not in table.columns]
-    if absent:
-        there = ", ".join(map(repr, table.columns))
-        raise ConfigurationError(
-            f"Table: {where} has no column {', '.join(map(repr, absent))}: there are {there}"
-        )
-
-
-MOST_CATEGORIES = 1000  # per column: names and free text are no categories
-MISSING = "missing"
-
-
-@dataclass(frozen=True)
-class Features:
-    """The encoding of columns as features.
-
-    Attributes:
-        categories: values of each column in order, by name; None for numbers.
-        missing: replacement of missing numbers; None rejects them.
-    """
-
-    categories: dict[str, npt.NDArray[Any] | None]
-    missing: float | None
-
-    @classmethod
-    def of(cls, table: DataFrame, columns: list[str], missing: float | None) -> Self:
-        """Collect the categories of the training rows.
-
-        Raises:
-            ConfigurationError: if a column has neither numbers nor categories.
-        """
-        if missing is not None and not math.isfinite(missing):
-            raise ConfigurationError(f"Table: missing must be a finite number, got {missing}")
-        return cls({name: _categories(table[name], name) for name in columns}, missing)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """One name per feature: the column's, or column=value."""
-        return tuple(
-            name
-            for column, values in self.categories.items()
-            for name in ([column] if values is None else [f"{column}={value}" for value in values])
-        )
-
-    def encode(self, table: DataFrame, where: str) -> Tensor:
-        """Encode a table, float32 of shape (N, F).
-
-        Raises:
-            ConfigurationError: if numbers are missing, or a column of numbers has other values.
-        """
-        parts = [
-            self._numbers(table[column], column, where)[:, None]
-            if values is None
-            else _names(table[column])[:, None] == values[None]
-            for column, values in self.categories.items()
-        ]
-        return torch.from_numpy(np.concatenate([part.astype(np.float32) for part in parts], axis=1))
-
-    def _numbers(self, column: Series[Any], name: str, where: str) -> npt.NDArray[np.float64]:
-        if not _is_number(column):
-            raise ConfigurationError(
-                f"Table: column {name!r} holds numbers in the training rows, and in {where} "
-                f"{column.dtype}"
-            )
-        numbers: npt.NDArray[np.float64] = column.to_numpy(np.float64, copy=True, na_value=np.nan)
-        unknown = ~np.isfinite(numbers)
-        if unknown.any() and self.missing is None:
-            raise ConfigurationError(
-                f"Table: column {name!r} of {where} has no finite number in {unknown.sum()} of "
-                f"{len(numbers)} rows: set missing to the number that stands for it, or leave the "
-                "column out with ignore"
-            )
-        numbers[unknown] = self.missing
-        return numbers
-
-
-def _categories(column: Series[Any], name: str) -> npt.NDArray[Any] | None:
-    if _is_number(column):
-        return None
-    if column.dtype.kind in "mM":
-        raise ConfigurationError(
-            f"Table: column {name!r} holds times: make numbers of them, or leave it out with ignore"
-        )
-    values = np.unique(_names(column))
-    if len(values) > MOST_CATEGORIES:
-        raise ConfigurationError(
-            f"Table: column {name!r} has {len(values)} different values, more than "
-            f"{MOST_CATEGORIES} features: leave it out with ignore"
-        )
-    return values
-
-
-def _is_number(column: Series[Any]) -> bool:
-    from pandas.api import types
-
-    return types.is_numeric_dtype(column) and not types.is_bool_dtype(column)
-
-
-def _names(column: Series[Any]) -> npt.NDArray[Any]:
-    """Convert a column's values to strings."""
-    is_missing = column.isna().to_numpy()
-    names = [
-        MISSING if gone else str(value) for gone, value in zip(is_missing, column, strict=True)
-    ]
-    return np.asarray(names, dtype=np.str_)

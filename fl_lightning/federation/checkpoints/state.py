@@ -35,12 +35,11 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
         "record": record.state_dict(),
         "prog_bar": sorted(run.collector.prog_bar),
         "metrics": list(run.collector.metric_states(run.module)),
-        "groups": len(run.groups),
         "inside": server.is_open,
         "engine": rounds.clients.engine.state_dict(),
         "client_state": run.local.state_names,
         "memory": run.memory.state_dict(),
-        "population": run.groups.population.state_dict(),
+        "population": run.cohorts.population.state_dict(),
     }
     for stage in stages:
         if stage.key is not None:
@@ -75,7 +74,7 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
             metric.reset()  # saved states hold clients that will train again
     rounds.clients.engine.load_state_dict(state["engine"])
     run.memory.load_state_dict(state.get("memory", {}))
-    run.groups.population.load_state_dict(state["population"])
+    run.cohorts.population.load_state_dict(state["population"])
 
 
 def _check(rounds: FitRounds, state: dict[str, Any]) -> None:

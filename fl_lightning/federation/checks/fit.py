@@ -112,15 +112,15 @@ def _callback_problems(trainer: Trainer) -> Iterator[str]:
             yield f"{type(callback).__name__} {_AVERAGES_STEPS}"
 
 
-def check_validation_interval(trainer: Trainer, num_groups: int) -> None:
-    """Raise if ``val_check_interval`` exceeds the number of groups of a round."""
+def check_validation_interval(trainer: Trainer) -> None:
+    """Raise if ``val_check_interval`` exceeds the number of batches of a round, which is 1."""
     interval = trainer.val_check_interval
     counts_in_round = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
-    if counts_in_round and interval > num_groups and trainer.limit_val_batches > 0:
+    if counts_in_round and interval > 1 and trainer.limit_val_batches > 0:
         raise ConfigurationError(
-            f"trainer.val_check_interval counts the batches of a round, which are groups of "
-            f"clients: it must be at most {num_groups} here, got {interval}. To validate every N "
-            "rounds set trainer.check_val_every_n_epoch to N"
+            f"trainer.val_check_interval counts the batches of an epoch, and a round is an epoch of one "
+            f"batch: it must be at most 1 here, got {interval}. To validate every N rounds set "
+            "trainer.check_val_every_n_epoch to N"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of differential privacy, of clients or of examples, and warnings about what ε does not cover."""
+"""Checks of Trainer, module and data under differential privacy, of clients or of examples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import check_examples_apart
-from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
+from fl_lightning.federation.clients.spot_check import FULL_PRECISIONS
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.visits.lightning_step import extra_work
 from fl_lightning.federation.visits.visiting import has_batch_hooks
-from fl_lightning.privacy.example import ExampleDP
-from fl_lightning.privacy.mechanism import Privacy
 
 
 @runtime_checkable
@@ -81,21 +79,6 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
         )
 
 
-def warn_of_releases(
-    trainer: Trainer, privacy: Privacy, *, num_clients: int, has_memory: bool
-) -> None:
-    """Warn of data of clients that are released and not covered by ε."""
-    names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
-    if privacy.log_unprotected:
-        names.append(
-            "metrics and norms of clients, cohort sizes and shares of clipped updates in the logs "
-            "(log_unprotected: false leaves them out)"
-        )
-    if has_memory:
-        names.append("what clients remember between rounds, in checkpoints")
-    _warn(privacy, "the models", names, num_clients, f"{num_clients} clients", "one client's data")
-
-
 def check_local_steps(trainer: Trainer, accumulate: int) -> None:
     """Raise if local steps do more with a batch than to sum its examples' gradients."""
     check_examples_apart(trainer.lightning_module)
@@ -139,30 +122,4 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
         yield (
             "the loader's collate_fn makes a batch of examples, and may mix them: do it in the data "
             "set or in training_step"
-        )
-
-
-def warn_of_unprotected(trainer: Trainer, privacy: ExampleDP) -> None:
-    """Warn of data of examples that are released and not covered by ε."""
-    names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
-    if privacy.log_unprotected:
-        names.append("training loss, metrics and norms in the logs (log_unprotected: false)")
-    names.append("how many examples each client has")
-    most = int(trainer.datamodule.clients.num_examples.max())  # type: ignore[attr-defined]
-    _warn(privacy, "updates and models", names, most, f"{most} examples of a client", "one of them")
-
-
-def _warn(
-    privacy: Privacy | ExampleDP, covered: str, names: list[str], most: int, among: str, shown: str
-) -> None:
-    if names:
-        rank_zero_warn(f"privacy: ε covers {covered}, and not: " + "; ".join(names))
-    if privacy.delta >= 1 / most:
-        rank_zero_warn(
-            f"privacy: delta = {privacy.delta:g} is not below 1 / {among}: a mechanism that publishes "
-            f"{shown} could have it. Set it to a tenth of that or less"
-        )
-    if not privacy.secure_noise:
-        rank_zero_warn(
-            "privacy: secure_noise is false, so who knows the seed can take the noise off again"
         )

@@ -14,7 +14,6 @@ from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import kept_apart, metrics_of
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.choice import EngineChooser
 from fl_lightning.federation.clients.in_slots import InSlots
 from fl_lightning.federation.clients.one_by_one import OneByOne
@@ -22,7 +21,6 @@ from fl_lightning.federation.clients.spot_check import SpotCheck, Trained
 from fl_lightning.federation.clients.state_rehearsal import StateRehearsal
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.round import Transaction
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
 
@@ -121,28 +119,25 @@ class FitClients:
         if self._scale.is_active:
             self._scale.reset()
 
-    def train(
-        self, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, None]:
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Train clients with the same start, and yield their updates.
 
-        Afterwards the module holds the last client's model. Clients in slots count together or not at all.
+        Afterwards the module holds the last client's model.
+
+        Raises:
+            CannotStack: if slots cannot run a step: the round is to begin anew, with another engine.
         """
         if self.engine.slots is None and start.options is None:
             return self._one_by_one.train(start, work)
-        return self._train_as_of(start, work, transaction)
+        return self._train_as_of(start, work)
 
     def _train_as_of(
-        self, start: Start, work: GroupWork, transaction: Transaction
+        self, start: Start, work: GroupWork
     ) -> Generator[Upload | Missing, None, None]:
         """Train with the optimizer options of the start, as many clients as possible in slots."""
         with self.local.round_start.as_of(start.options):
-            while (slots := self.engine.slots) is not None:
-                try:
-                    work = yield from self._in_slots.train(slots, start, work, transaction)
-                    break
-                except CannotStack as reason:
-                    self.engine.fall_back(reason)
+            if self.engine.slots is not None:
+                work = yield from self._in_slots.train(self.engine.slots, start, work)
             yield from self._one_by_one.train(start, work)
 
     def _train_alone(

@@ -3,7 +3,7 @@
 Slots train any module whose ``training_step`` is a function of tensors: no ``.item()``, no branch
 on values, no hooks of Lightning inside a step. Dropout and augmentation draw the same numbers as in
 sequential training. `raise_if_impossible` checks the Trainer; the rest is tried on one client, see
-`Trial`. The clients of a group count together or not at all.
+`Trial`. If slots fail, the round begins anew without them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ from fl_lightning.engines import (
     stacked_rule,
     usable_rows,
 )
-from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
 from fl_lightning.federation.clients.one_by_one import without_buffers
-from fl_lightning.federation.clients.spot_check import SpotCheck
+from fl_lightning.federation.clients.spot_check import FULL_PRECISIONS, SpotCheck
 from fl_lightning.federation.hooks import NOT_THE_USERS
-from fl_lightning.federation.round import Transaction
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context
 from fl_lightning.federation.visits.local_counts import counts_of
@@ -187,7 +185,7 @@ class InSlots:
         self._stages, self._spot_check = stages, spot_check
 
     def train(
-        self, slots: SlotEngine, start: Start, work: GroupWork, transaction: Transaction
+        self, slots: SlotEngine, start: Start, work: GroupWork
     ) -> Generator[Upload | Missing, None, GroupWork]:
         """Train clients with the same start, yield their updates, and return the work left to do.
 
@@ -202,25 +200,24 @@ class InSlots:
         own = None if personal is None else personal.own
         check.begin(stackable)
         again: list[int] = []
-        with transaction():
-            for group in slots.train(start.model, stackable, term, own):
-                usable, failures = usable_rows(group)
-                # they train again sequentially: example by example there may be a 0 / 0
-                again.extend(failure.client_id for failure in failures)
-                refused: list[ClientFailure] = []
-                if stages.learns:
-                    usable, refused = self._learnt(usable, by_id, start)
-                for failure in (*failures, *refused):
-                    slots.leave_out(failure.client_id)
-                for failure in refused:
-                    yield Missing(start, failure)
-                sent = without_buffers(usable) if stages.is_private else usable
-                yield Upload(start, sent, sent, bytes_up(sent))
-                if personal is not None and slots.kept:
-                    for client_id in usable.client_ids:
-                        personal.keep(client_id, slots.kept[client_id])
-                check.note(usable, slots.kept)
-            check.compare(start.model, start.present)
+        for group in slots.train(start.model, stackable, term, own):
+            usable, failures = usable_rows(group)
+            # they train again sequentially: example by example there may be a 0 / 0
+            again.extend(failure.client_id for failure in failures)
+            refused: list[ClientFailure] = []
+            if stages.learns:
+                usable, refused = self._learnt(usable, by_id, start)
+            for failure in (*failures, *refused):
+                slots.leave_out(failure.client_id)
+            for failure in refused:
+                yield Missing(start, failure)
+            sent = without_buffers(usable) if stages.is_private else usable
+            yield Upload(start, sent, sent, bytes_up(sent))
+            if personal is not None and slots.kept:
+                for client_id in usable.client_ids:
+                    personal.keep(client_id, slots.kept[client_id])
+            check.note(usable, slots.kept)
+        check.compare(start.model, start.present)
         is_again = np.isin(stackable.client_ids, again)
         return GroupWork.of([*others, *stackable.where(is_again)]) if again else others
 

@@ -271,7 +271,7 @@ def reason_against_speedup(step: LightningStep, speedup: Speedup) -> str | None:
     if not module.automatic_optimization:
         return extra_work(step.trainer)
     if not step.is_lean:
-        return "accumulation, clipping, gradient scaling or hooks take part in its steps"
+        return "accumulation, gradient scaling or hooks take part in its steps"
     return reason_against(speedup, module, step.trainer.optimizers[0])
 
 

@@ -7,7 +7,6 @@ processes hold the same results.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,58 +43,43 @@ class Report:
     stops: bool  # whether it was asked to stop after this round
 
 
-class Exchange:
-    """Exchanges the results of a round between processes.
+def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | None) -> RoundRecord:
+    """Give all processes the results of all, and return the merged record; to be called by all of them.
 
-    Attributes:
-        failure: the error that stopped this process's clients, kept until the exchange.
+    Args:
+        run: the run in this process.
+        record: record of this process's clients.
+        server: has received the updates of this process's clients.
+        failure: the error that stopped this process's clients; None without one.
+
+    Raises:
+        ClientFailure: in all processes, if a client failed in one.
+        ConfigurationError: in all processes, if a client changed a tensor taken for a constant.
     """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._interruption = interruption_of(run.trainer)
-        self.failure: Failure | None = None
-
-    def fail(self, failure: Failure) -> None:
-        """Keep an error until the processes exchange results; a single process raises it."""
-        if self._run.ranks.size == 1:
-            raise failure
-        self.failure = self.failure or failure
-
-    def merge(self, record: RoundRecord, server: Server) -> tuple[RoundRecord, float]:
-        """Merge the results of all processes.
-
-        Returns:
-            The merged record, and the time at which this process stopped waiting for others.
-
-        Raises:
-            ClientFailure: in all processes, if a client failed in one.
-            ConfigurationError: in all processes, if a client changed a tensor taken for a constant.
-        """
-        reports = self._run.ranks.gather(self._report(record))
-        began = time.perf_counter()  # waiting for other processes is no work
-        if first := first_failure(reports):
-            raise first
-        if self._interruption is not None and any(report.stops for report in reports):
-            self._interruption.agree()
-        pool_metrics(reports, self._run.collector, self._run.module)
-        ranks, memory = self._run.ranks, self._run.memory
-        server.reduce(ranks.all_reduce, ranks.gather)
-        memory.share([report.memories for report in reports], self._run.local.space.device)
-        return merged_record(reports), began
-
-    def _report(self, record: RoundRecord) -> Report:
-        collector, module = self._run.collector, self._run.module
-        return Report(
-            failure=self.failure,
-            behind=None if self.failure is None else traceback_behind(self.failure),
-            record=record.state_dict(),
-            logged=logged_metrics(collector, module),
-            metric_states=move_data_to_device(collector.metric_states(module), "cpu"),
-            prog_bar=collector.prog_bar,
-            memories=self._run.memory.waiting(),
-            stops=self._interruption is not None and self._interruption.is_asked,
-        )
+    collector, module, memory, ranks = run.collector, run.module, run.memory, run.ranks
+    interruption = interruption_of(run.trainer)
+    report = Report(
+        failure=failure,
+        behind=None if failure is None else traceback_behind(failure),
+        record=record.state_dict(),
+        logged=logged_metrics(collector, module),
+        metric_states=move_data_to_device(collector.metric_states(module), "cpu"),
+        prog_bar=collector.prog_bar,
+        memories=memory.waiting(),
+        stops=interruption is not None and interruption.is_asked,
+    )
+    reports = ranks.gather(report)
+    if first := first_failure(reports):
+        raise first
+    if interruption is not None and any(report.stops for report in reports):
+        interruption.agree()
+    pool_metrics(reports, collector, module)
+    server.reduce(ranks.all_reduce, ranks.gather)
+    memory.share([report.memories for report in reports], run.local.space.device)
+    merged, *others = (RoundRecord.from_state_dict(report.record) for report in reports)
+    for other in others:
+        merged.merge(other)
+    return merged
 
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:
@@ -105,14 +89,6 @@ def first_failure(reports: Sequence[Report]) -> Failure | None:
     if first is not None and (behind := failures[first]) is not None:
         first.__cause__ = ProcessTraceback(behind, behind)
     return first
-
-
-def merged_record(reports: Sequence[Report]) -> RoundRecord:
-    """Return a round's record over all processes."""
-    merged, *others = (RoundRecord.from_state_dict(report.record) for report in reports)
-    for other in others:
-        merged.merge(other)
-    return merged
 
 
 def logged_metrics(collector: LogCollector, module: nn.Module) -> list[tuple[str, str, str]]:

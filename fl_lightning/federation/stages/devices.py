@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
-from fl_lightning.client.clocks import Ended, RecordedArrivals, RecordedClock, VirtualClock, Visit
+from fl_lightning.client.clocks import (
+    Clock,
+    Ended,
+    RecordedArrivals,
+    RecordedClock,
+    VirtualClock,
+    Visit,
+)
 from fl_lightning.client.devices import Devices, Fleet, WorkResult
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import Integers
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Processes, Stage
-from fl_lightning.federation.stages.asynchrony import (
-    Arrivals,
-    ArrivingCohort,
-)
-from fl_lightning.server.staleness import AsyncRule
+from fl_lightning.federation.stage import Stage
+from fl_lightning.federation.stages.asynchrony import Arrivals
 
 
 class SimulatedDevices(Stage):
@@ -41,63 +43,47 @@ class SimulatedDevices(Stage):
                 sending.append(client.head(sum(steps[: result.num_steps])))
         return GroupWork.of(sending)
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Advance virtual time until the last client has ended."""
         record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
 
 
-@dataclass(frozen=True)
-class VirtualTime:
-    """Simulated time of a run: its devices and arrivals, and the rule of an asynchronous server."""
+def simulated_time(options: Options, num_steps: Integers) -> tuple[Fleet | None, Arrivals | None]:
+    """Return the clients' simulated devices, and the order in which updates arrive at an asynchronous server.
 
-    fleet: Fleet | None = None  # the clients' devices; None if time is not simulated
-    # weighs stale updates; None if the server waits for its cohort
-    rule: AsyncRule | None = None
-    # order of arrivals; None if the server waits for its cohort, or if clients are remote
-    arrivals: Arrivals | None = None
+    Args:
+        options: of the federation.
+        num_steps: local steps of every client's round, shape (num_clients,).
 
-    @classmethod
-    def of(
-        cls,
-        devices: Devices | RecordedArrivals | None,
-        rule: AsyncRule | None,
-        num_steps: npt.NDArray[np.int64],
-        seed: int,
-        *,
-        elsewhere: bool = False,
-    ) -> VirtualTime:
-        """Return the time of a run.
+    Returns:
+        Both None if time is not simulated, also because clients are remote. No arrivals if the server waits
+        for its cohort; no devices if arrivals are on record.
 
-        Raises:
-            ConfigurationError: for an asynchronous rule without devices.
-        """
-        if rule is None:
-            if not isinstance(devices, Devices) or elsewhere:
-                return cls()
-            return cls(Fleet(devices, len(num_steps), seed))
-        if elsewhere:
-            return cls(rule=rule)
-        counts = len(num_steps), rule.concurrency, rule.buffer_size
-        if isinstance(devices, RecordedArrivals):
-            clock = RecordedClock(devices.arrivals(), _nobody_more)
-            return cls(rule=rule, arrivals=Arrivals(clock, *counts, seed))
-        if devices is None:
-            raise ConfigurationError(
-                "federation: asynchronous needs devices: without speeds nobody would ever be late. Use "
-                "fl_lightning.client.Devices"
-            )
-        fleet = Fleet(devices, len(num_steps), seed)
+    Raises:
+        ConfigurationError: for an asynchronous rule without devices.
+    """
+    devices, rule = options.devices, options.asynchronous
+    if options.clients_side is not None:
+        return None, None
+    fleet = Fleet(devices, len(num_steps), options.seed) if isinstance(devices, Devices) else None
+    if rule is None:
+        return fleet, None
+    clock: Clock
+    if isinstance(devices, RecordedArrivals):
+        clock = RecordedClock(devices.arrivals(), _nobody_more)
+    elif fleet is None:
+        raise ConfigurationError(
+            "federation: asynchronous needs devices: without speeds nobody would ever be late. Use "
+            "fl_lightning.client.Devices"
+        )
+    else:
+        clock = VirtualClock(partial(_result, fleet, num_steps))
+    sizes = len(num_steps), rule.concurrency, rule.buffer_size
+    return fleet, Arrivals(clock, *sizes, options.seed)
 
-        def result_of(client: int, start: int) -> WorkResult:
-            return fleet.result(client, max(1, int(num_steps[client])), draw=start)
 
-        return cls(fleet, rule, Arrivals(VirtualClock(result_of), *counts, seed))
-
-    @property
-    def cohort(self) -> ArrivingCohort | None:
-        """Cohorts of an asynchronous server; None if the server waits for its cohort."""
-        rule = self.rule
-        return None if rule is None else ArrivingCohort(self.arrivals, rule.buffer_size)
+def _result(fleet: Fleet, num_steps: Integers, client: int, start: int) -> WorkResult:
+    return fleet.result(client, max(1, int(num_steps[client])), draw=start)
 
 
 def _nobody_more(at_work: Sequence[Visit]) -> Ended:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.client.optimizers import needs_closure
 from fl_lightning.core.errors import ConfigurationError
@@ -24,49 +25,44 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines import ExampleGradients, nothing
-from fl_lightning.federation.checks.privacy import warn_of_unprotected
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Turn
-from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
+from fl_lightning.federation.stages.privacy_ledger import Covers, PrivateStage
 from fl_lightning.federation.visits.visiting import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
 from fl_lightning.privacy.mechanism import AccountedRun
-from fl_lightning.privacy.noise.grid import Grid
-from fl_lightning.privacy.noise.noise_source import coins, noise_source
+from fl_lightning.privacy.noise.grid import Grid, noise_of
 
 # Key that separates the random stream of a step's noise from that of its batch.
 _NOISE = 1
 
 
 class ExampleRounds(PrivateStage):
-    """Makes the local steps of every client private.
+    """Makes the local steps of every client private; draws their batches itself.
 
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
-
-    Attributes:
-        draws: itself, which draws clients' batches.
     """
 
-    aggregator: None = None
+    privacy: ExampleDP
+    mechanism: ExampleGaussian
 
     def __init__(self, privacy: ExampleDP, run: AccountedRun) -> None:
-        self.privacy = privacy
-        self.hides_clients = not privacy.log_unprotected
-        self.ledger: PrivacyLedger[ExampleGaussian] = PrivacyLedger(
-            privacy, run, lambda noise: privacy.mechanism(run, noise)
-        )
-        self._source = noise_source(run.seed, secure=privacy.secure_noise)
-        self._coins = coins(run.seed)
+        super().__init__(privacy, run)
         self._whose = 0, 0  # the client whose steps come next, and its round
         self.draws = self
 
-    def say_cost(self, trainer: Trainer) -> None:
-        """Log the run's privacy cost before training, and what ε does not cover."""
-        self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
-        warn_of_unprotected(trainer, self.privacy)
+    @override
+    def covers(self, trainer: Trainer) -> Covers:
+        shown = ["how many examples each client has"]
+        if self.privacy.log_unprotected:
+            shown.insert(0, "training loss, metrics and norms in the logs (log_unprotected: false)")
+        clip_norm = f"{self.privacy.clip_norm:g} of an example's gradient"
+        most = int(self.mechanism.local.num_examples.max())
+        covered = "updates and models"
+        return Covers(clip_norm, covered, shown, most, "examples of a client", "one of them")
 
     def enter(self, run: Run) -> None:
         """Make local steps use private gradients."""
@@ -92,18 +88,17 @@ class ExampleRounds(PrivateStage):
         self._whose = turn.work.client_id, turn.work.round_index
         yield
 
+    @override
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Count the round as spent."""
-        self.ledger.check_open(round_index)
-        self.ledger.count_round(round_index)
+        super().open(round_index, model)
+        self.count_round(round_index)  # of the whole cohort, whether or not updates arrive
 
     def close(self, record: RoundRecord) -> None:
         """Record the privacy spent; remove numbers that no noise protects."""
-        noise = self.ledger.mechanism.noise_of_gradients
         facts = {"privacy/clip_norm": self.privacy.clip_norm}
-        if noise:
+        if noise := self.mechanism.noise_of_gradients:
             facts["privacy/noise_stddev"] = noise * self.privacy.clip_norm
-        self.ledger.note(record, self.ledger.spent() | facts)
+        self.note(record, facts)
 
     def batches(
         self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
@@ -113,7 +108,7 @@ class ExampleRounds(PrivateStage):
         Raises:
             ConfigurationError: if there are more steps than the ledger counts.
         """
-        counted = int(self.ledger.mechanism.local.num_steps[client])
+        counted = int(self.mechanism.local.num_steps[client])
         if num_steps > counted:
             raise ConfigurationError(
                 f"federation.privacy: client {client} is about to take {num_steps} local steps, and "
@@ -124,7 +119,7 @@ class ExampleRounds(PrivateStage):
             shard,
             batch_size,
             num_steps,
-            lambda step: self._source.words(len(shard), round_index, client, step),
+            lambda step: self.mechanism.source.stream(round_index, client, step)(len(shard)),
         )
 
     def gradient(self, batch: Any, size: int, index: int) -> Tensor | None:
@@ -136,7 +131,7 @@ class ExampleRounds(PrivateStage):
             index: index of the client's local step in the round.
         """
         client, round_index = self._whose
-        mechanism, clip_norm = self.ledger.mechanism, self.privacy.clip_norm
+        mechanism, clip_norm = self.mechanism, self.privacy.clip_norm
         expected = max(1, int(mechanism.local.expected[client]))
         if self.privacy.is_off:
             return self._plain(batch, size, index, size / expected)
@@ -154,9 +149,9 @@ class ExampleRounds(PrivateStage):
                 self._collector.log("privacy/clip_fraction", share)
         if grid is not None:
             # the words of (round, client, step) have drawn the batch
-            draw = self._source.stream(round_index, client, index, _NOISE)
+            draw = mechanism.source.stream(round_index, client, index, _NOISE)
             stddev = mechanism.noise_multiplier * clip_norm
-            noise = torch.from_numpy(grid.noise(stddev, space.size, draw))
+            noise = torch.from_numpy(noise_of(stddev / grid.step, space.size, draw))
             total = grid.value(total + noise.to(total.device)).to(space.device, space.dtype)
         _set_gradients(space, total / expected)
         return None if losses is None or self._collector is None else losses.mean()

@@ -10,21 +10,23 @@ secure sums, privacy     what the server may see; noise is added to the aggregat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from lightning.pytorch import Trainer
 
+from fl_lightning.client.corrections.correction import Correction
+from fl_lightning.client.devices import Fleet
 from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Correcting, KeepsTensors, Stage, Stages
-from fl_lightning.federation.stages.asynchrony import StaleUpdates, Versions
+from fl_lightning.federation.stages.asynchrony import Arrivals, StaleUpdates, Versions
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import AdapterRounds, MaskedClients, client_masks
 from fl_lightning.federation.stages.client_scale import ClientScale
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
-from fl_lightning.federation.stages.devices import SimulatedDevices, VirtualTime
+from fl_lightning.federation.stages.devices import SimulatedDevices
 from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.transport import SecureRounds, Transport
 from fl_lightning.server.adapters import AdapterAggregator
@@ -34,45 +36,41 @@ from fl_lightning.server.server import as_aggregator
 
 # keys of a checkpoint's state that belong to no stage
 RUN_KEYS: set[str | None] = {
-    *(
-        "space",
-        "mask",
-        "seed",
-        "server",
-        "record",
-        "prog_bar",
-        "metrics",
-        "groups",
-        "inside",
-    ),
+    *("space", "mask", "seed", "server", "record", "prog_bar", "metrics", "groups", "inside"),
     *("engine", "client_state", "memory", "population", "model"),
 }
 
 
 def stages_of(
-    run: Run, options: Options, aggregator: Aggregator, time: VirtualTime, private: Stage | None
+    run: Run,
+    options: Options,
+    aggregator: Aggregator,
+    fleet: Fleet | None,
+    arrivals: Arrivals | None,
+    private: Stage | None,
 ) -> Stages:
     """Return the stages of a run, in the order in which updates pass them.
 
     Raises:
         ConfigurationError: for what does not go together.
     """
-    stages = _before_steps(run, options, time)
-    correction = options.correction
+    stages: list[Stage] = []
+    if arrivals is not None:
+        stages.append(Versions(arrivals))
+    elif fleet is not None:
+        stages.append(SimulatedDevices(fleet, run.plan))
+    stages += _parts_of_models(run, options)
     if options.personal is not None:
-        stages.append(Personaliser(options.personal, is_corrected=correction is not None))
+        stages.append(Personaliser(options.personal, is_corrected=options.correction is not None))
     transport = Transport.of(options.updates, options.download, options.seed)
-    if correction is not None:
-        # rules that see all updates give the same bits over any number of processes as well
-        exact = aggregator.exact or aggregator.exchanges
-        stages.append(Corrector(correction, exact=exact, is_lossy=transport.is_lossy))
-    if aggregator.needs_effective_steps:
-        stages.append(StepCounts(correction))
+    stages += stages_of_steps(options.correction, aggregator, is_lossy=transport.is_lossy)
     own = [*options.handed, *options.stages]
-    run.local.counts_steps = correction is not None or aggregator.needs_effective_steps or bool(own)
+    run.local.counts_steps = (
+        options.correction is not None or aggregator.needs_effective_steps or bool(own)
+    )
     stages += [*own, transport]
-    if time.rule is not None:
-        stages.append(StaleUpdates(time.rule))
+    if options.asynchronous is not None:
+        stages.append(StaleUpdates(options.asynchronous))
     if aggregator.protection is not None:
         stages.append(SecureRounds(aggregator.protection, run))
     if private is not None:
@@ -83,19 +81,27 @@ def stages_of(
     return Stages(stages)
 
 
-def _before_steps(run: Run, options: Options, time: VirtualTime) -> list[Stage]:
-    """Return the stages that choose which clients train, from which model, and which parts of it."""
-    stages: list[Stage] = []
-    if time.arrivals is not None:
-        stages.append(Versions(time.arrivals))
-    elif time.fleet is not None:
-        stages.append(SimulatedDevices(time.fleet, run.plan))
+def _parts_of_models(run: Run, options: Options) -> Iterator[Stage]:
+    """Yield the stages by which clients train a part of the model, or in fp16."""
     if run.scale.is_active:
-        stages.append(ClientScale(run.scale))
+        yield ClientScale(run.scale, run.ranks)
     if (masks := client_masks(run.trainer)) is not None:
-        stages.append(MaskedClients(masks))
+        yield MaskedClients(masks)
     if isinstance(options.aggregator, AdapterAggregator):
-        stages.append(AdapterRounds(options.aggregator, options))
+        yield AdapterRounds(options.aggregator, options)
+
+
+def stages_of_steps(
+    correction: Correction | None, aggregator: Aggregator, *, is_lossy: bool
+) -> list[Stage]:
+    """Return the stages of a correction, and of an aggregator that asks how many gradients updates add up."""
+    stages: list[Stage] = []
+    if correction is not None:
+        # rules that see all updates give the same bits over any number of processes as well
+        exact = aggregator.exact or aggregator.exchanges
+        stages.append(Corrector(correction, exact=exact, is_lossy=is_lossy))
+    if aggregator.needs_effective_steps:
+        stages.append(StepCounts(correction))
     return stages
 
 

@@ -1,7 +1,8 @@
-"""The privacy budget of a run: its limit, spending and report.
+"""The privacy budget of a run: its limit, its spending and its line in the log.
 
 ε of all planned rounds is logged before training. A round that would exceed the budget does not run.
-Checkpoints hold the privacy spent; a resumed run keeps its noise multiplier.
+Checkpoints hold the privacy spent; a resumed run keeps its noise multiplier. ε and δ of earlier fits of the
+same module are added.
 """
 
 from __future__ import annotations
@@ -9,39 +10,35 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation.checks.privacy import check_monitors
+from fl_lightning.federation.checks.privacy import check_monitors, shown_by
 from fl_lightning.federation.plan import DrawsBatches
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import AroundFit, Stage
 from fl_lightning.privacy.accounting.accountant import most_rounds
-from fl_lightning.privacy.central import CentralGaussian
 from fl_lightning.privacy.mechanism import Accounted, AccountedRun, Budgeted
+from fl_lightning.privacy.noise.noise_source import coins
 from fl_lightning.server.aggregator import Aggregator
 
 # Most rounds that are counted to find how many a budget allows, if no end is planned.
 _NO_END = 1_000_000
+# Options of a rule of privacy that a resumed run may change; its noise multiplier is compared apart.
+_FREE = {"noise_multiplier", "epsilon", "delta", "log_unprotected"}
 
-M = TypeVar("M", bound=Accounted)
 
-
-@dataclass(frozen=True)
-class Spent:
-    """Privacy cost of a model's fits so far; ``rounds`` and ``state`` are of the last fit."""
+class Spent(NamedTuple):
+    """Privacy cost of a module's fits so far."""
 
     epsilon: float = 0.0
     delta: float = 0.0
-    unamplified: float = 0.0
-    rounds: int = 0
-    state: dict[str, Any] | None = None
+    unamplified: float = 0.0  # ε without amplification by sampling
 
 
 _SPENT: WeakKeyDictionary[LightningModule, Callable[[], Spent]] = WeakKeyDictionary()
@@ -57,242 +54,127 @@ def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
     _SPENT[module] = spent
 
 
-class PrivacyLedger(Generic[M]):
-    """Counts the released rounds of one fit and their privacy cost.
+class Covers(NamedTuple):
+    """Words for the log on what ε covers and what it does not."""
 
-    Raises:
-        ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
-
-    Attributes:
-        mechanism: the accounted mechanism.
-        released: number of rounds that count as released: all up to the last released one.
-    """
-
-    def __init__(
-        self, privacy: Budgeted, run: AccountedRun, make: Callable[[float | None], M]
-    ) -> None:
-        self._privacy, self._num_rounds, self._make = privacy, run.num_rounds, make
-        self._cohort = f"{run.cohort!r} of {run.num_clients} clients"
-        self._before, self._earlier = 0, Spent()
-        self._use(make(None))
-        self.released = 0
-
-    def _use(self, mechanism: M) -> None:
-        self.mechanism = mechanism
-        self._allowed = self._allowed_rounds()
-        end = self._num_rounds if self._allowed is None else self._allowed
-        self._end = end if end is None else (end, self._epsilon(end))
-
-    def _epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε of the model after a number of rounds of this fit."""
-        own = self.mechanism.epsilon(self._before + rounds, quick=quick)
-        return self._earlier.epsilon + own
-
-    def _allowed_rounds(self) -> int | None:
-        """Return the number of rounds that the budget allows, of those planned; None without a budget."""
-        budget, planned = self._privacy.epsilon, self._num_rounds
-        if budget is None:
-            return None
-        epsilon = self._epsilon
-        if planned is not None and epsilon(planned) <= budget:
-            return planned
-        allowed = most_rounds(epsilon, budget, planned or _NO_END)
-        if allowed == 0 and (before := epsilon(0)) > 0:
-            raise ConfigurationError(
-                f"federation.privacy: earlier fits of this model have spent ε = {before:.4g}, and one "
-                f"more round would exceed the budget of epsilon={budget:g}: raise it, or train a new model"
-            )
-        if allowed == 0:
-            raise ConfigurationError(
-                f"federation.privacy: one round costs ε = {epsilon(1):.3f}, more than the budget of "
-                f"epsilon={budget:g}: raise noise_multiplier, or leave it out to have it found"
-            )
-        return allowed
-
-    def _if_known(self, rounds: int) -> float | None:
-        """Return ε without amplification; None if nothing amplifies, or if cohorts are secret."""
-        if self._privacy.secure_noise or not self.mechanism.amplifies:
-            return None
-        return self._earlier.unamplified + self.mechanism.epsilon_if_known(rounds)
-
-    def announce(self, clip_norm: str) -> None:
-        """Log the run's privacy cost before training."""
-        privacy, mechanism = self._privacy, self.mechanism
-        cost = "no end of rounds is planned"
-        if self._end is not None:
-            rounds, epsilon = self._end
-            delta = privacy.delta + self._earlier.delta
-            cost = f"ε = {epsilon:.4g} at δ = {delta:g} after {rounds} rounds"
-            if before := self._epsilon(0):
-                cost += f", {before:.4g} of it by earlier fits of this model"
-        if self._end is not None and (known := self._if_known(self._end[0])) is not None:
-            cost += f" ({known:.4g} without amplification by sampling)"
-        if privacy.epsilon is not None:
-            cost += f", budget {privacy.epsilon:g}"
-            if self._num_rounds is not None and rounds < self._num_rounds:
-                cost += f" (of {self._num_rounds} planned: the next would exceed it)"
-        rank_zero_info(
-            f"privacy: {cost}; {mechanism}; noise multiplier {mechanism.noise_multiplier:.6g}, "
-            f"clip norm {clip_norm}{self._rounding()}"
-        )
-
-    def _rounding(self) -> str:
-        """Return a clause on the grid to which sums are rounded, and by how much that raises ε."""
-        noise, factor = self.mechanism.noise_multiplier, self.mechanism.rounding
-        if not noise or self._end is None:
-            return ""
-        rounds, step = self._end[0], self.mechanism.step(self._privacy.clip_norm)
-        with_it = self.mechanism.epsilon(rounds, quick=True)
-        without = self._make(noise * factor).epsilon(rounds, quick=True)
-        return f", in steps of {step:.2g}, which adds {max(0.0, with_it - without):.1g} to ε"
-
-    def check_open(self, round_index: int) -> None:
-        """Raise if a round would exceed the budget."""
-        if self._allowed is not None and round_index >= self._allowed:
-            raise RoundFailure(
-                f"round {round_index + 1} would exceed the privacy budget of "
-                f"epsilon={self._privacy.epsilon:g}, which allows {self._allowed} rounds"
-            )
-
-    def count_round(self, round_index: int) -> None:
-        """Count a round and all earlier ones as released, also those that were broken off."""
-        self.released = max(self.released, round_index + 1)  # it may be trained again
-
-    def spent(self) -> dict[str, float]:
-        """Return ε so far and the remaining budget, for logs."""
-        epsilon = self._epsilon(self.released, quick=True)
-        if self._end is not None and self.released <= self._end[0]:
-            epsilon = min(epsilon, self._end[1])  # the quick one is a little too high
-        facts = {"privacy/epsilon": epsilon}
-        if (known := self._if_known(self.released)) is not None:
-            facts["privacy/epsilon_unamplified"] = known
-        if self._privacy.epsilon is not None:
-            facts["privacy/budget_left"] = max(0.0, self._privacy.epsilon - epsilon)
-        return {name: value for name, value in facts.items() if math.isfinite(value)}
-
-    def note(self, record: RoundRecord, facts: dict[str, float]) -> None:
-        """Record the privacy spent; remove numbers that no noise protects."""
-        if not self._privacy.log_unprotected:
-            record.withhold()
-        record.privacy = dict(facts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the privacy spent and the settings on which later rounds depend."""
-        return {
-            "kind": type(self._privacy).__name__,
-            "setting": str(self.mechanism),
-            "cohort": self._cohort,
-            "terms": self._terms(),
-            "noise_multiplier": self.mechanism.noise_multiplier,
-            "released": self.released,
-            "mechanism": self.mechanism.state_dict(),
-            "before": self._before,
-            "earlier": [self._earlier.epsilon, self._earlier.delta, self._earlier.unamplified],
-        }
-
-    def _terms(self) -> dict[str, str]:
-        """Return the options that a resumed run must share, without those of the noise multiplier."""
-        free = {"noise_multiplier", "epsilon", "delta", "log_unprotected"}
-        options = {name: repr(value) for name, value in vars(self._privacy).items()}
-        return {name: options[name] for name in options.keys() - free}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the privacy spent in earlier rounds, and their noise multiplier."""
-        if (reason := self._reason_against(state)) is not None:
-            raise ConfigurationError(f"federation.privacy: {reason}, or start without ckpt_path")
-        self._before, self._earlier = state.get("before", 0), Spent(*state.get("earlier", ()))
-        saved = state["noise_multiplier"]
-        if saved != self.mechanism.noise_multiplier or self._before or self._earlier.epsilon:
-            self._use(self._make(saved))
-        self.released = state["released"]
-        self.mechanism.load_state_dict(state["mechanism"])
-
-    def _reason_against(self, state: dict[str, Any]) -> str | None:
-        """Return why rounds of a saved state cannot be counted with this run's; None if they can."""
-        given = self._privacy.noise_multiplier
-        saved, cohort = state["noise_multiplier"], state.get("cohort")
-        same = state["kind"] == type(self._privacy).__name__ and given in (None, saved)
-        if not same or (state["setting"], cohort) != (str(self.mechanism), self._cohort):
-            return (
-                f"the rounds so far were with {state['kind']}, noise multiplier {saved:g} "
-                f"({state['setting']}) and {cohort}, and these rounds cost something else "
-                f"({self.mechanism}; {self._cohort}): resume with that"
-            )
-        before = state.get("terms", terms := self._terms())
-        if other := [name for name in terms if before.get(name) != terms[name]]:
-            changed = "; ".join(
-                f"{name} was {before.get(name)}, not {terms[name]}" for name in other
-            )
-            return f"{changed} in the rounds so far: resume with that"
-        return None
-
-    def follow(self, earlier: Spent) -> None:
-        """Add the privacy cost of earlier fits of the model, with other Trainers.
-
-        Rounds of the same cost compose as one run if cohorts are secret, and thus newly drawn; otherwise ε
-        and δ add up. A budget that allows no further round raises ConfigurationError.
-        """
-        if (state := earlier.state) is None or not earlier.epsilon:
-            return
-        alike = isinstance(self.mechanism, CentralGaussian) and self._privacy.secure_noise
-        if alike and self._reason_against(state) is None:
-            self._before, self._earlier = earlier.rounds, Spent(*state["earlier"])
-            self._use(self._make(state["noise_multiplier"]))
-        else:
-            self._earlier = replace(earlier, rounds=0, state=None)
-            self._use(self.mechanism)
-
-    def total(self) -> Spent:
-        """Return the privacy spent so far."""
-        return Spent(
-            epsilon=self._epsilon(self.released),
-            delta=self._earlier.delta + self._privacy.delta,
-            unamplified=self._if_known(self.released) or self._epsilon(self.released),
-            rounds=self._before + self.released,
-            state=self.state_dict(),
-        )
-
-    def stop_within_budget(self, trainer: Trainer, next_round: int) -> None:
-        """End training if the next round would exceed the budget."""
-        if self._allowed is None or next_round < self._allowed:
-            return
-        planned = trainer.max_epochs
-        if planned is None or planned < 0 or next_round < planned:
-            rank_zero_info(f"privacy: the budget is spent after {next_round} rounds; training ends")
-        trainer.should_stop = True
+    clip_norm: str  # the norm, and of what
+    releases: str  # what is private
+    shown: list[str]  # what is shown without noise
+    most: int  # δ must be below 1 / most
+    among: str  # of what there are so many
+    shows: str  # what a mechanism publishes that is private at a larger δ
 
 
 class PrivateStage(AroundFit):
     """A stage that makes a run private and counts its privacy cost, with that of earlier fits.
 
+    Args:
+        privacy: the rule of privacy.
+        run: the properties of the run that determine its ε.
+
+    Raises:
+        ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
+
     Attributes:
-        ledger: the privacy budget and what was spent of it.
         aggregator: aggregates a round's updates; None if updates are private by themselves.
         draws: draws clients' batches; None for passes over shards.
+        privacy: as given.
+        mechanism: the mechanism, with its accounting.
+        released: number of rounds that count as released: all up to the last released one.
     """
 
     key = "privacy"
-    ledger: PrivacyLedger[Any]
-    aggregator: Aggregator | None
-    draws: DrawsBatches | None
+    aggregator: Aggregator | None = None
+    draws: DrawsBatches | None = None
+    privacy: Budgeted
+    mechanism: Accounted[Any]
+
+    def __init__(self, privacy: Budgeted, run: AccountedRun) -> None:
+        self.privacy, self._accounted, self._coins = privacy, run, coins(run.seed)
+        self.hides_clients = not privacy.log_unprotected
+        self._earlier, self.released = Spent(), 0
+        self._account(None)
 
     @abstractmethod
-    def say_cost(self, trainer: Trainer) -> None:
-        """Log the run's privacy cost before training, and what ε does not cover."""
+    def covers(self, trainer: Trainer) -> Covers:
+        """Return what ε covers and what it does not."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the privacy spent."""
-        return self.ledger.state_dict()
+    def _account(self, noise_multiplier: float | None) -> None:
+        """Set the mechanism, the number of rounds that the budget allows, and ε at the end."""
+        self.mechanism = self.privacy.mechanism(self._accounted, noise_multiplier=noise_multiplier)
+        self._allowed = self._allowed_rounds()
+        end = self._accounted.num_rounds if self._allowed is None else self._allowed
+        self._end = None if end is None else (end, self._epsilon(end))
 
-    def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Restore the privacy spent of a checkpoint or an earlier fit."""
-        self.ledger.load_state_dict(state)
+    def _epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return ε of the model after a number of rounds of this fit."""
+        return self._earlier.epsilon + self.mechanism.epsilon(rounds, quick=quick)
+
+    def _unamplified(self, rounds: int) -> float | None:
+        """Return ε without amplification; None if nothing amplifies, or if cohorts are secret."""
+        if self.privacy.secure_noise or not self.mechanism.amplifies:
+            return None
+        return self._earlier.unamplified + self.mechanism.epsilon_if_known(rounds)
+
+    def _allowed_rounds(self) -> int | None:
+        """Return the number of rounds that the budget allows, of those planned; None without a budget."""
+        budget, planned, epsilon = self.privacy.epsilon, self._accounted.num_rounds, self._epsilon
+        if budget is None:
+            return None
+        if planned is not None and epsilon(planned) <= budget:
+            return planned
+        if allowed := most_rounds(epsilon, budget, planned or _NO_END):
+            return allowed
+        if (before := self._earlier.epsilon) > 0:
+            raise ConfigurationError(
+                f"federation.privacy: earlier fits of this model have spent ε = {before:.4g}, and one "
+                f"more round would exceed the budget of epsilon={budget:g}: raise it, or train a new model"
+            )
+        raise ConfigurationError(
+            f"federation.privacy: one round costs ε = {epsilon(1):.3f}, more than the budget of "
+            f"epsilon={budget:g}: raise noise_multiplier, or leave it out to have it found"
+        )
+
+    # What a round costs.
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Raise if a round would exceed the budget."""
+        if self._allowed is not None and round_index >= self._allowed:
+            raise RoundFailure(
+                f"round {round_index + 1} would exceed the privacy budget of "
+                f"epsilon={self.privacy.epsilon:g}, which allows {self._allowed} rounds"
+            )
+
+    def count_round(self, round_index: int) -> None:
+        """Count a round and all earlier ones as released."""
+        self.released = max(self.released, round_index + 1)  # it may be trained again
+
+    def note(self, record: RoundRecord, facts: dict[str, float]) -> None:
+        """Record the privacy spent; remove numbers that no noise protects."""
+        if self.hides_clients:
+            record.withhold()
+        epsilon = self._epsilon(self.released, quick=True)
+        if self._end is not None and self.released <= self._end[0]:
+            epsilon = min(epsilon, self._end[1])  # the quick one is a little too high
+        spent = {"privacy/epsilon": epsilon}
+        if (known := self._unamplified(self.released)) is not None:
+            spent["privacy/epsilon_unamplified"] = known
+        if self.privacy.epsilon is not None:
+            spent["privacy/budget_left"] = max(0.0, self.privacy.epsilon - epsilon)
+        record.privacy = {n: value for n, value in spent.items() if math.isfinite(value)} | facts
+
+    # Around the fit.
 
     def fit_begins(self, trainer: Trainer, earlier: Sequence[Stage] | None) -> None:
         """Count the privacy spent by earlier fits of the same Trainer or of the same model."""
         if earlier is not None:
             self._count_earlier(trainer, next((s for s in earlier if type(s) is type(self)), None))
-        note_spent(trainer.lightning_module, self.ledger.total)
+        note_spent(trainer.lightning_module, self._total)
+
+    def _total(self) -> Spent:
+        epsilon = self._epsilon(self.released)
+        delta = self._earlier.delta + self.privacy.delta
+        return Spent(epsilon, delta, self._unamplified(self.released) or epsilon)
 
     def _count_earlier(self, trainer: Trainer, earlier: Stage | None) -> None:
         if (checkpoint := trainer.ckpt_path) is not None:
@@ -302,7 +184,10 @@ class PrivateStage(AroundFit):
                 "cover then, give model.init_args.checkpoint_path, or load its state_dict into the module"
             )
         if trainer.current_epoch == 0:
-            self.ledger.follow(spent_on(trainer.lightning_module))
+            spent = spent_on(trainer.lightning_module)
+            if spent.epsilon:
+                self._earlier = spent
+                self._account(self.mechanism.noise_multiplier)
             return
         if earlier is None:
             raise ConfigurationError(
@@ -313,13 +198,105 @@ class PrivateStage(AroundFit):
         self.load_state_dict(earlier.state_dict())
 
     def training_begins(self, trainer: Trainer) -> None:
-        """Log the privacy cost and its limits; stop if no budget is left."""
-        self.say_cost(trainer)
-        self.ledger.stop_within_budget(trainer, trainer.current_epoch)
+        """Log the privacy cost and what it does not cover; stop if no budget is left."""
+        covers, rule, mechanism = self.covers(trainer), self.privacy, self.mechanism
+        rank_zero_info(
+            f"privacy: {self._cost()}; {mechanism}; noise multiplier {mechanism.noise_multiplier:.6g}, "
+            f"clip norm {covers.clip_norm}"
+        )
+        if shown := shown_by(trainer.callbacks) + covers.shown:  # type: ignore[attr-defined]
+            said = "; ".join(shown)
+            rank_zero_warn(f"privacy: ε covers {covers.releases}, and not: {said}")
+        if rule.delta >= 1 / covers.most:
+            rank_zero_warn(
+                f"privacy: delta = {rule.delta:g} is not below 1 / {covers.most} {covers.among}: a mechanism "
+                f"that publishes {covers.shows} could have it. Set it to a tenth of that or less"
+            )
+        if not rule.secure_noise:
+            rank_zero_warn(
+                "privacy: secure_noise is false, so who knows the seed can take the noise off again"
+            )
+        self._stop_within_budget(trainer, trainer.current_epoch)
 
-    def round_ends(self, trainer: Trainer, record: RoundRecord, *, is_broken_off: bool) -> None:
+    def _cost(self) -> str:
+        """Return ε at the end of the run, in words."""
+        if self._end is None:
+            cost = "no end of rounds is planned"
+        else:
+            rounds, epsilon = self._end
+            delta = self.privacy.delta + self._earlier.delta
+            cost = f"ε = {epsilon:.4g} at δ = {delta:g} after {rounds} rounds"
+            if before := self._earlier.epsilon:
+                cost += f", {before:.4g} of it by earlier fits of this model"
+            if (known := self._unamplified(rounds)) is not None:
+                cost += f" ({known:.4g} without amplification by sampling)"
+        if self.privacy.epsilon is not None:
+            cost += f", budget {self.privacy.epsilon:g}"
+            planned = self._accounted.num_rounds
+            if planned is not None and self._allowed is not None and self._allowed < planned:
+                cost += f" (of {planned} planned: the next would exceed it)"
+        return cost
+
+    def round_ends(self, trainer: Trainer, record: RoundRecord) -> None:
         """Raise if a learning rate follows a number without noise; stop if no budget is left."""
-        if is_broken_off:
-            self.close(record)
         check_monitors(trainer, record.unprotected_names())
-        self.ledger.stop_within_budget(trainer, trainer.current_epoch + 1)
+        self._stop_within_budget(trainer, trainer.current_epoch + 1)
+
+    def _stop_within_budget(self, trainer: Trainer, next_round: int) -> None:
+        """End training if the next round would exceed the budget."""
+        if self._allowed is None or next_round < self._allowed:
+            return
+        planned = trainer.max_epochs
+        if planned is None or planned < 0 or next_round < planned:
+            rank_zero_info(f"privacy: the budget is spent after {next_round} rounds; training ends")
+        trainer.should_stop = True
+
+    # In checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the privacy spent, and the terms that later rounds must share."""
+        return {
+            "terms": self._terms(self.mechanism, self.mechanism.noise_multiplier),
+            "noise_multiplier": self.mechanism.noise_multiplier,
+            "released": self.released,
+            "mechanism": self.mechanism.state_dict(),
+            "earlier": tuple(self._earlier),
+        }
+
+    def _terms(self, mechanism: Accounted[Any], noise_multiplier: float) -> dict[str, str]:
+        """Return everything on which the cost of a round depends, by name."""
+        options = vars(self.privacy)
+        return {name: repr(options[name]) for name in options.keys() - _FREE} | {
+            "privacy": type(self.privacy).__name__,
+            "noise_multiplier": f"{noise_multiplier:g}",
+            "mechanism": str(mechanism),
+            "cohort": f"{self._accounted.cohort!r} of {self._accounted.num_clients} clients",
+        }
+
+    def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
+        """Restore the privacy spent in earlier rounds of a checkpoint or a fit, and their noise multiplier.
+
+        Raises:
+            ConfigurationError: if these rounds cost something else.
+        """
+        saved, given = state["noise_multiplier"], self.privacy.noise_multiplier
+        mechanism = self.mechanism  # with the noise found for these rounds, where there is a budget
+        if saved != mechanism.noise_multiplier:
+            mechanism = self.privacy.mechanism(self._accounted, noise_multiplier=saved)
+        terms, before = self._terms(mechanism, saved if given is None else given), state["terms"]
+        changed = [
+            f"{name} was {before.get(name)}, not {terms.get(name)}"
+            for name in sorted(before.keys() | terms.keys())
+            if before.get(name) != terms.get(name)
+        ]
+        if changed:
+            raise ConfigurationError(
+                f"federation.privacy: in the rounds so far {'; '.join(changed)}, and these rounds cost "
+                "something else: resume with the options of those, or start without ckpt_path"
+            )
+        earlier = Spent(*state["earlier"])
+        if (saved, earlier) != (self.mechanism.noise_multiplier, self._earlier):
+            self._earlier = earlier
+            self._account(saved)
+        self.released = state["released"]
+        self.mechanism.load_state_dict(state["mechanism"])

@@ -33,15 +33,13 @@ from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.seeds import Integers, secret_seed
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder
-from fl_lightning.federation.checks.privacy import warn_of_releases
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger, PrivateStage
+from fl_lightning.federation.stages.privacy_ledger import Covers, PrivateStage
 from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import Grid, noise_of
-from fl_lightning.privacy.noise.noise_source import coins, noise_source
-from fl_lightning.privacy.private_mean import PrivateMean
+from fl_lightning.privacy.private_mean import AdaptiveClip, PrivateMean
 from fl_lightning.server.aggregator import PrivateAggregator, TakesNoiseShares
 from fl_lightning.server.protected import NoiseShares
 
@@ -52,16 +50,23 @@ _COUNT, _COUNT_STEP = 1, 2.0**-20
 class PrivateRounds(PrivateStage):
     """Makes the aggregate of every round private.
 
+    Args:
+        privacy: the rule of privacy.
+        run: the properties of the run that determine its ε.
+        ranks: the processes of the run.
+        exact: whether sums are bit-identical over any number of processes.
+        secure: adds up updates with clients' noise; None for sums in the clear.
+        has_memory: whether clients have states that last from round to round.
+        at_sites: whether clients are remote.
+
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
-
-    Attributes:
-        aggregator: aggregates the round's updates.
-        draws: None, as clients' batches are those of a run without privacy.
     """
 
     is_private = True
-    draws: None = None
+    privacy: Privacy
+    mechanism: Mechanism[Any]
+    aggregator: PrivateAggregator
 
     def __init__(
         self,
@@ -69,80 +74,66 @@ class PrivateRounds(PrivateStage):
         run: AccountedRun,
         ranks: Ranks,
         *,
-        exact: bool,  # bit-identical sums over any number of processes
-        # adds up updates with clients' noise; None for sums in the clear
+        exact: bool,
         secure: TakesNoiseShares | None = None,
         has_memory: bool = False,
         at_sites: bool = False,
     ) -> None:
-        self._privacy, self._ranks, self._has_memory = privacy, ranks, has_memory
-        source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
-        self._coins = coins(run.seed)
-        self.ledger: PrivacyLedger[Mechanism] = PrivacyLedger(
-            privacy, run, lambda noise: privacy.mechanism(run, source, noise)
-        )
-        self.aggregator: PrivateAggregator
+        super().__init__(privacy, run)
+        self._ranks, self._has_memory, self._keeps_secret = ranks, has_memory, at_sites
+        # clients that add the noise are clipped by their sites, and come as they count
+        self._are_noisy = at_sites and privacy.clients_add_noise
         self._in_clear: PrivateMean | None = None
         if secure is None:
-            self.aggregator = self._in_clear = PrivateMean(self._mechanism.expected, exact=exact)
+            self.aggregator = self._in_clear = PrivateMean(self.mechanism.expected, exact=exact)
         else:
             self.aggregator = secure.with_noise_shares(self._shares)
-        self.hides_clients = not privacy.log_unprotected
-        self._clip_norm = privacy.clip_norm
-        self._round_index = 0
-        # clients that add the noise are clipped by their sites, and come as they count
-        self._at_sites = at_sites and privacy.clients_add_noise
-        self._keeps_secret = at_sites
-        self._has_warned = False
+        self._clip_norm, self._has_warned = privacy.clip_norm, False
         self._facts: dict[str, float] = {}
 
-    @property
-    def _mechanism(self) -> Mechanism:
-        return self.ledger.mechanism
-
     def _shares(self) -> NoiseShares:
-        shares = self.ledger.mechanism.shares
-        assert shares is not None, "others are refused, see `check_private`"
+        shares = self.mechanism.shares
+        assert shares is not None, "others are refused by their traits"
         return shares
 
     def enter(self, run: Run) -> None:
         """Set a secret seed for cohorts whose sampling amplifies privacy."""
-        if self._privacy.secure_noise and self.ledger.mechanism.amplifies:
+        if self.privacy.secure_noise and self.mechanism.amplifies:
             secret = kept_secret(run.trainer) if self._keeps_secret else secret_seed()
-            run.groups.seed = run.ranks.gather(secret)[0]
+            run.cohorts.seed = run.ranks.gather(secret)[0]
             self.hides_cohorts = True
 
-    def say_cost(self, trainer: Trainer) -> None:
-        """Log the run's privacy cost before training, and what ε does not cover."""
-        adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
-        self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
-        warn_of_releases(
-            trainer,
-            self._privacy,
-            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            has_memory=self._has_memory,
-        )
+    @override
+    def covers(self, trainer: Trainer) -> Covers:
+        shown, adaptive = [], ", adaptive" if self.privacy.adaptive_clip else ""
+        if self.privacy.log_unprotected:
+            shown.append(
+                "metrics and norms of clients, cohort sizes and shares of clipped updates in the logs "
+                "(log_unprotected: false leaves them out)"
+            )
+        if self._has_memory:
+            shown.append("what clients remember between rounds, in checkpoints")
+        clip_norm, most = f"{self._clip_norm:g}{adaptive}", self._accounted.num_clients
+        return Covers(clip_norm, "the models", shown, most, "clients", "one client's data")
 
+    @override
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Set the round's clip norm; warn once of buffers that clients change."""
+        super().open(round_index, model)
         if (num_buffers := model.buffers.numel()) and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
                 f"privacy: {num_buffers} numbers in buffers that clients change (statistics of batch "
                 "norm) are not sent; the global model keeps those it began with: use group or layer norm"
             )
-        self.ledger.check_open(round_index)
-        if self._privacy.clients_add_noise:
-            self.ledger.count_round(round_index)
-        self._round_index, self._facts = round_index, {}
-        self._next_norm = self._clip_norm
+        if self.privacy.clients_add_noise:
+            self.count_round(round_index)
+        self._round_index, self._facts, self._next_norm = round_index, {}, self._clip_norm
         self.aggregator.clip_norm = self._clip_norm
         if (mean := self._in_clear) is not None:
-            mean.clips, mean.release = not self._at_sites, None
-            if not self._at_sites:
-                mean.release = self._mechanism.client_release(round_index, self._clip_norm)
-            mean.coins = None
-            if self._has_server_noise:
+            mean.clips, mean.release, mean.coins = not self._are_noisy, None, None
+            if mean.clips:
+                mean.release = self.mechanism.client_release(round_index, self._clip_norm)
+            if not self.privacy.clients_add_noise and self.mechanism.noise_multiplier > 0:
                 mean.coins = partial(self._coins.stream, round_index)
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
@@ -150,76 +141,53 @@ class PrivateRounds(PrivateStage):
 
         None if clients add the noise and no update arrived: nothing is released then.
         """
-        mechanism, clip_norm = self._mechanism, self._clip_norm
-        if self._privacy.clients_add_noise and not self.aggregator.num_replies:
+        mechanism, replies, mean = self.mechanism, self.aggregator.num_replies, self._in_clear
+        if self.privacy.clients_add_noise and not replies:
             return None
-        self._check_shares()
-        mean = self._in_clear
-        if mean is not None and mean.grid is not None:
-            for broken_off in range(self.ledger.released, self._round_index):
-                # what later rounds release may depend on it
-                self._with_noise(torch.zeros_like(mean.total), broken_off)
-            steps = self._with_noise(mean.total, self._round_index)
-            total = mean.grid.value(steps)
-            aggregate = (total / mechanism.expected).to(aggregate)
-        self.ledger.count_round(self._round_index)
-        self._facts = {
-            "privacy/clip_norm": clip_norm,
-            "privacy/noise_stddev": mechanism.noise_per_round * clip_norm / mechanism.expected
-            if mechanism.noise_per_round
-            else 0.0,
-        }
-        self._count_unclipped(aggregate)
-        return aggregate
-
-    def _check_shares(self) -> None:
-        replies, wanted = self.aggregator.num_replies, self._mechanism.fewest_replies
-        if replies < wanted:
+        if replies < mechanism.fewest_replies:
             raise RoundFailure(
                 f"round {self._round_index + 1}: {replies} clients replied, whose shares of noise are "
-                f"too little together: federation.privacy.min_shares is {wanted}"
+                f"too little together: federation.privacy.min_shares is {mechanism.fewest_replies}"
             )
-
-    @property
-    def _has_server_noise(self) -> bool:
-        return not self._privacy.clients_add_noise and self._mechanism.noise_multiplier > 0
+        if mean is not None and mean.grid is not None:
+            total = mean.grid.value(self._with_noise(mean.total, self._round_index))
+            aggregate = (total / mechanism.expected).to(aggregate)
+        self.count_round(self._round_index)
+        noise = mechanism.noise_per_round  # without it the clip norm may be infinite
+        stddev = noise * self._clip_norm / mechanism.expected if noise else 0.0
+        self._facts = {"privacy/clip_norm": self._clip_norm, "privacy/noise_stddev": stddev}
+        if self.privacy.log_unprotected and not self._are_noisy:
+            clipped = replies - self.aggregator.num_unclipped
+            self._facts["privacy/clip_fraction"] = clipped / replies if replies else 0.0
+        if self.privacy.adaptive_clip is not None and mechanism.bits_stddev is not None:
+            self._adapt(self.privacy.adaptive_clip, mechanism.bits_stddev, aggregate.device)
+        return aggregate
 
     def _with_noise(self, total: Tensor, round_index: int) -> Tensor:
         """Return a sum with a round's noise, in grid steps, shape (k,); the same in all processes."""
-        grid, size = Grid.of(self._clip_norm, len(total)), len(total)
-
-        def noise() -> Integers:
-            return self._mechanism.server_noise(grid, size, self._source.stream(round_index))
-
-        return self._mechanism.released(total, self._of_first(noise, total))
+        mechanism, grid = self.mechanism, Grid.of(self._clip_norm, len(total))
+        draw = mechanism.source.stream(round_index)
+        noise = self._of_first(lambda: mechanism.server_noise(grid, len(total), draw), total)
+        return mechanism.released(total, noise)
 
     def _of_first(self, numbers: Callable[[], Integers], like: Tensor) -> Tensor:
-        """Return whole numbers that the first process draws, in all processes."""
+        """Return integers that the first process draws, in all processes."""
         found = torch.zeros_like(like)
         if self._ranks.rank == 0:
             found = torch.from_numpy(numbers()).to(like.device)
         self._ranks.all_reduce(found)
         return found
 
-    def _count_noise(self, stddev: float, like: Tensor) -> float:
-        """Return the noise on the count of unclipped updates, a multiple of `_COUNT_STEP`."""
-        if not (self._has_server_noise and stddev):
-            return 0.0
-        draw = self._source.stream(self._round_index, _COUNT)
-        nothing = torch.zeros(1, dtype=torch.int64, device=like.device)
-        drawn = self._of_first(lambda: noise_of(stddev / _COUNT_STEP, 1, draw), nothing)
-        return float(drawn) * _COUNT_STEP
-
-    def _count_unclipped(self, like: Tensor) -> None:
-        """Note the fraction of clipped updates, and adapt the next clip norm to it."""
+    def _adapt(self, adaptive: AdaptiveClip, stddev: float, device: torch.device) -> None:
+        """Adapt the next clip norm to the noisy fraction of clipped updates."""
         unclipped, replies = self.aggregator.num_unclipped, self.aggregator.num_replies
-        if self._privacy.log_unprotected and not self._at_sites:
-            self._facts["privacy/clip_fraction"] = 1 - unclipped / replies if replies else 0.0
-        stddev, adaptive = self._mechanism.bits_stddev, self._privacy.adaptive_clip
-        if adaptive is None or stddev is None:
-            return
-        noise = self._count_noise(stddev, like)
-        share = 0.5 + (unclipped - 0.5 * replies + noise) / self._mechanism.expected
+        noise = 0.0
+        if self._in_clear is not None and self._in_clear.coins is not None and stddev:
+            draw = self.mechanism.source.stream(self._round_index, _COUNT)
+            nothing = torch.zeros(1, dtype=torch.int64, device=device)
+            drawn = self._of_first(lambda: noise_of(stddev / _COUNT_STEP, 1, draw), nothing)
+            noise = float(drawn) * _COUNT_STEP
+        share = 0.5 + (unclipped - 0.5 * replies + noise) / self.mechanism.expected
         self._facts["privacy/noisy_clip_fraction"] = 1 - share
         self._next_norm = adaptive.next_norm(self._clip_norm, share)
 
@@ -229,7 +197,7 @@ class PrivateRounds(PrivateStage):
 
     def close(self, record: RoundRecord) -> None:
         """Record the privacy spent in a round; drop numbers that no noise protects."""
-        self.ledger.note(record, self.ledger.spent() | self._facts)
+        self.note(record, self._facts)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metrics import PER_EXAMPLE, metrics_of
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.groups import limited
+from fl_lightning.federation.round_cohorts import limited
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
 

@@ -1,6 +1,6 @@
 """Counters of steps and batches that a module reads from its Trainer, per client.
 
-To Lightning, an epoch is a round, a batch a group of clients, and an optimizer step one of the server. A
+To Lightning, an epoch is a round, a batch its clients, and an optimizer step one of the server. A
 module means the steps and batches of a client. In a federated fit its Trainer therefore returns:
 
     num_training_batches        batches of the client's round; planned ones in ``configure_optimizers``

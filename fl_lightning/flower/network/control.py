@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import ssl
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 
 import fl_lightning
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.processes import tied
 from fl_lightning.flower.network.folder import NetworkFolder, parse_address
 
 _CONNECTION = "network"
@@ -102,21 +100,13 @@ class Control:
         """Return the runs that Flower lists."""
         return list(self._ask("list", _CONNECTION)["runs"])
 
-    def run(self, app: Path) -> subprocess.Popen[str]:
-        """Start a run, and return the command, which prints the log until the run ends.
+    def run(self, app: Path) -> str:
+        """Start a run, and return its number.
 
         Args:
             app: folder of the app.
         """
-        return self._streaming(["run", str(app), _CONNECTION, "--stream"])
-
-    def follow(self, run: str) -> subprocess.Popen[str]:
-        """Return a command that prints the log of a run until the run ends.
-
-        Args:
-            run: number of the run.
-        """
-        return self._streaming(["log", run, _CONNECTION, "--stream"])
+        return str(self._ask("run", str(app), _CONNECTION)["run-id"])
 
     def status_of(self, run: str) -> tuple[str, str]:
         """Return the status of a run, as Flower names it, and details; ``unknown`` without an answer.
@@ -131,16 +121,6 @@ class Control:
         one = found[0] if found else {"status": "unknown"}
         return str(one["status"]), str(one.get("status-details", ""))
 
-    def _streaming(self, words: Sequence[str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            tied([flower_command("flwr"), *words]),
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
     def stop(self, run: str) -> None:
         """End a run.
 
@@ -149,16 +129,12 @@ class Control:
         """
         self._ask("stop", run, _CONNECTION)
 
-    @property
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, **flower_environment(self._home), "COLUMNS": "200"}
-
     def _ask(self, *words: str) -> dict[str, Any]:
         command: Sequence[str] = [flower_command("flwr"), *words, "--format", "json"]
         done = subprocess.run(
             command,
             check=False,  # errors are JSON as well
-            env=self._environment,
+            env={**os.environ, **flower_environment(self._home)},
             capture_output=True,
             text=True,
             timeout=_SECONDS,
@@ -177,8 +153,8 @@ _PROBE_SECONDS = 10.0
 _EXPIRED, _NOT_YET, _OTHER_HOST = 10, 9, 62
 
 
-def check_server(address: str, certificate: Path) -> None:
-    """Connect to a server as a site does, and raise if that fails.
+def check_server(address: str, certificate: Path) -> float:
+    """Ask a server as a site does, and return the seconds by which this machine's clock is ahead of the server's.
 
     Args:
         address: ``host:port``.
@@ -193,12 +169,10 @@ def check_server(address: str, certificate: Path) -> None:
         trust = ssl.create_default_context(cafile=certificate)
     except (ssl.SSLError, OSError):
         raise ConfigurationError(f"{certificate} is no certificate: ask for it again") from None
+    connection = HTTPSConnection(host, port, timeout=_PROBE_SECONDS, context=trust)
     try:
-        with (
-            socket.create_connection((host, port), _PROBE_SECONDS) as plain,
-            trust.wrap_socket(plain, server_hostname=host),
-        ):
-            return
+        connection.request("GET", "/")  # the gate refuses it, with a date
+        told = parsedate_to_datetime(connection.getresponse().headers["Date"])
     except ssl.SSLCertVerificationError as error:
         raise ConfigurationError(_about_certificate(error, address, certificate)) from None
     except ssl.SSLError as error:
@@ -209,23 +183,8 @@ def check_server(address: str, certificate: Path) -> None:
         raise ConnectionError(f"{address} breaks off: {error.reason}") from None
     except OSError as error:
         raise ConnectionError(f"nobody answers at {address}: {error.strerror or error}") from None
-
-
-def seconds_ahead(address: str, certificate: Path) -> float | None:
-    """Return the whole seconds by which this machine's clock is ahead of a server's; None without an answer.
-
-    Args:
-        address: ``host:port``.
-        certificate: file with the certificate of the authority that the site trusts.
-    """
-    host, port = parse_address(address)
-    trust = ssl.create_default_context(cafile=certificate)
-    connection = HTTPSConnection(host, port, timeout=_PROBE_SECONDS, context=trust)
-    try:
-        connection.request("GET", "/")  # the gate refuses it, with a date
-        told = parsedate_to_datetime(connection.getresponse().headers["Date"])
-    except (OSError, HTTPException, TypeError, ValueError):
-        return None
+    except (HTTPException, TypeError, ValueError):
+        raise ConnectionError(f"{address} does not answer as a server of a network does") from None
     finally:
         connection.close()
     return (datetime.now(UTC) - told).total_seconds()

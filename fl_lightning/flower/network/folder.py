@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,17 +208,27 @@ def make_network(
         (network.server / "keys" / f"{name}.pub").write_text(f"{public[name].key}\n")
         (own / "ca.crt").write_bytes(certificate)
         members = list((clients or {}).get(name, [number]))
-        told = _site_yaml(name, server, members, peers)
+        values = {
+            # quoted where needed: 123, no and null are names of sites as well
+            "name": yaml.safe_dump({"name": name}).strip(),
+            "peers": textwrap.indent(yaml.safe_dump(peers, sort_keys=False), "  ").rstrip(),
+            "site": name,
+            "server": server,
+            "clients": members,
+        }
+        told = _filled("site.yaml", values)
         if keys is None:
             write_private(own / "sum.key", sum_key)
         else:
             told = told.replace("sum_key:", "# sum_key:")
         (own / "site.yaml").write_text(told)
-        (own / "own.yaml").write_text(_OWN_YAML)
+        (own / "own.yaml").write_text(_filled("own.yaml", {}))
         _write_start(own, "join --folder .")
     known = {"server": server, "sites": list(sites)}
     (folder / "network.yaml").write_text(yaml.safe_dump(known, sort_keys=False))
-    (folder / "README.md").write_text(_readme(server, sites, f"{end:%Y-%m-%d}"))
+    listed = "\n".join(f"- `sites/{name}/`" for name in sites)
+    values = {"server": server, "sites": listed, "site": sites[0], "end": f"{end:%Y-%m-%d}"}
+    (folder / "README.md").write_text(_filled("readme.md", values))
     return network
 
 
@@ -287,44 +298,9 @@ def _write_start(folder: Path, words: str) -> None:
     path.chmod(0o755)
 
 
-def _site_yaml(name: str, server: str, clients: Sequence[int], peers: Mapping[str, str]) -> str:
-    # quoted where needed: 123, no and null are names of sites as well
-    keys = "".join(
-        f"  {line}\n" for line in yaml.safe_dump(dict(peers), sort_keys=False).splitlines()
-    )
-    return (
-        f"{yaml.safe_dump({'name': name})}"
-        f"server: {server}\n"
-        f"clients: {list(clients)} # of the federation, which are at this site\n"
-        "# of the process that holds the model; its path may have about a hundred bytes\n"
-        f"socket: ~/.fl-lightning/{name}/socket\n"
-        "memory: memory # folder of what its clients remember between rounds\n"
-        "# what it allows: fewest_in_secure_sum, most_epsilon, metrics, most_bytes, classes\n"
-        "signing_key: signing.key # signs what this site says in secure sums\n"
-        "sum_key: sum.key # all sites have the same one, the server never: for EncryptedMean\n"
-        f"peers: # whose signatures this site believes there: the public keys of all sites\n{keys}"
-    )
-
-
-_OWN_YAML = """\
-# This site's own layer of every run: what lies here, the server can neither read nor set.
-data:
-  class_path: fl_lightning.FederatedDataModule
-  init_args:
-    source: {class_path: my_project.MyDataModule} # this site's own data, any LightningDataModule
-    num_clients: 1
-trainer:
-  accelerator: auto
-"""
-
-
-def _readme(server: str, sites: Sequence[str], end: str) -> str:
-    path = Path(__file__).with_name("readme.md")
-    names = "\n".join(f"- `sites/{name}/`" for name in sites)
-    return (
-        path.read_text()
-        .replace("{server}", server)
-        .replace("{sites}", names)
-        .replace("{site}", sites[0])
-        .replace("{end}", end)
-    )
+def _filled(template: str, values: Mapping[str, object]) -> str:
+    """Return the text of a file beside this one, with values for the names in braces."""
+    text = Path(__file__).with_name(template).read_text()
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text

@@ -1,18 +1,24 @@
-"""Start of a run over a network, its log until the end, and the status of a network's sites and runs."""
+"""Start of a run over a network, its log until the end, and the status of a network's sites and runs.
+
+The server's app writes the log of a run into a file of its own, which it holds locked as long as it lives. So
+Flower is asked for the status of the run only while nobody holds the file. Flower itself takes a minute to notice that
+a program was killed.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import getpass
 import itertools
 import json
+import math
+import os
 import re
-import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TextIO
 
 from fl_lightning.core.errors import Interrupted, RoundFailure
 from fl_lightning.flower.network.control import Control
@@ -22,16 +28,13 @@ from fl_lightning.flower.transport.apps import write_app
 from fl_lightning.flower.transport.grid import SEEN
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_STARTED = re.compile(r"Successfully started run (\d+)")
-_CHATTER = re.compile(
-    r"Flower App configuration|^- Recommended property|logstream|^Using SuperLink|^Successfully inst"
-)
 _EXPLAINED = "fl-lightning: "  # start of the line that explains why a run has ended
-_FRAME = " ╭─╮│╰╯"
-_PAUSE = 3.0
-RUN_LOG = "run.log"  # file with the logs of runs
+_PAUSE, _STATUS_PAUSE = 0.5, 3.0
+_END_SECONDS = 15.0  # from the end of a program to Flower's own account of it
+_RUNS = "run-*.log"  # logs of runs, beside those of the server's programs
 _WRONG = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|\w+Error\b")
 _MOST_LINES, _MOST_TIMES = 2, 3
+_UNKNOWN = "-"
 
 
 class RunLost(RoundFailure):
@@ -58,134 +61,118 @@ def carry_out(
     Raises:
         RoundFailure: if the run has failed, or was lost three times without a new checkpoint.
     """
+    logs = Logs(control.network.server / "log")
     saved, times = 0, 0
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
         note = Path(name, "checkpoint")  # the run writes there where its checkpoint will be
         given = {**options, "note": str(note), "user": getpass.getuser()}
         for number in itertools.count():
-            app = Path(name, f"app_{number}")
-            write_app(app, run, given, configuration)
+            app, log = Path(name, f"app_{number}"), logs.new()
+            write_app(app, run, {**given, "log": str(log)}, configuration)
             try:
-                follow(control, control.run(app), say)
+                follow(control, control.run(app), log, say)
                 return
             except RunLost as lost:
                 last = Path(note.read_text()) if note.exists() else None
                 newest = last.stat().st_mtime_ns if last is not None and last.exists() else 0
                 times = 1 if newest > saved else times + 1
+                told = f"{lost}{''.join(f'{chr(10)}  {line}' for line in logs.last_lines())}"
                 if times >= _MOST_TIMES:
-                    raise
+                    raise RunLost(told) from None
                 saved = newest
                 if newest:
                     given["resume"] = str(last)
-                say(
-                    f"{lost}\nthe run starts again from its {'last whole round' if newest else 'start'}"
-                )
+                again = f"the run starts again from its {'last whole round' if newest else 'start'}"
+                say(f"{told}\n{again}")
 
 
-def follow(control: Control, started: subprocess.Popen[str], say: Callable[[str], None]) -> None:
+def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) -> None:
     """Show the log of a run until its end; Ctrl-C ends the run.
 
     Args:
         control: control interface of the server.
-        started: command that has started the run and prints its log.
+        run: number of the run.
+        log: log of the run.
         say: shows a line to people.
 
     Raises:
         RoundFailure: if the run has failed.
     """
-    run, told = "", list[str]()
-    logs = Logs(control.network.server / "log")
+    rest = ""
     try:
-        while True:
-            for line in _new(lines_of(started), told):
-                run = run or next(iter(_STARTED.findall(line)), "")
-                say(line)
-                with (logs.folder / RUN_LOG).open("a") as file:
-                    file.write(f"{line}\n")
-            status, details = control.status_of(run) if run else _not_started(told)
-            if status.startswith("finished"):
-                break
-            time.sleep(_PAUSE)  # the server was restarted
-            started = control.follow(run)
+        with log.open() as file:
+            for state in _states(control, run, file):
+                *lines, rest = f"{rest}{file.read()}".split("\n")
+                for line in filter(str.strip, lines):
+                    say(_COLOURS.sub("", line).rstrip())
+                if state[0].startswith("finished"):
+                    break
     except Interrupted:
-        started.kill()
-        if run:
-            control.stop(run)
+        control.stop(run)
         raise
-    if status != "finished:completed":
-        is_explained = _EXPLAINED in details or any(line.startswith(_EXPLAINED) for line in told)
-        raise _failure(status, details, logs, is_explained=is_explained)
-
-
-def _new(lines: Iterator[str], told: list[str]) -> Iterator[str]:
-    """Yield lines that were not shown yet, and add them to ``told``: a restarted log begins anew."""
-    before = Counter(told)
-    for line in lines:
-        before[line] -= 1
-        if before[line] < 0:
-            told.append(line)
-            yield line
-
-
-def _not_started(told: Sequence[str]) -> NoReturn:
-    raise RoundFailure(f"Flower has not started the run: {told[-1] if told else 'it says nothing'}")
-
-
-def _failure(status: str, details: str, logs: Logs, *, is_explained: bool) -> RoundFailure:
-    if is_explained:
-        return RoundFailure(
+    status, details = state
+    if any(line.startswith(_EXPLAINED) for line in log.read_text().splitlines()):
+        raise RoundFailure(
             "the run has failed for the reason above; --resume last goes on from its last whole round"
         )
-    if status != "finished:failed":
-        return RoundFailure(f"the run has ended as {status.partition(':')[2]}: {details}")
-    said = "".join(f"\n  {line}" for line in logs.last_lines())
-    return RunLost(f"the run was lost: {details}{said}")
+    if status == "finished:failed":
+        raise RunLost(f"the run was lost: {details}")
+    if status != "finished:completed":
+        raise RoundFailure(f"the run has ended as {status.partition(':')[2]}: {details}")
+
+
+def _states(control: Control, run: str, log: TextIO) -> Iterator[tuple[str, str]]:
+    """Yield the status of a run and details, again and again."""
+    last_alive = math.inf
+    while True:
+        if is_alive := _is_locked(log):
+            last_alive = time.monotonic()
+        status, details = ("running", "") if is_alive else control.status_of(run)
+        if status == "running" and time.monotonic() > last_alive + _END_SECONDS:
+            status, details = "finished:failed", "its program was killed"
+        yield status, details
+        time.sleep(_PAUSE if is_alive else _STATUS_PAUSE)
+
+
+def _is_locked(file: TextIO) -> bool:
+    """True if another process holds the lock of an open file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
 
 
 class Logs:
-    """Log files of a server, read from their current ends.
+    """Log files of a server's programs, read from their current ends.
 
     Args:
-        folder: folder of the files.
-
-    Attributes:
         folder: folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._folder = folder
         self._sizes = {path: path.stat().st_size for path in folder.glob("*.log")}
 
+    def new(self) -> Path:
+        """Make a new file for the log of a run."""
+        begin, end = _RUNS.split("*")
+        begin += time.strftime("%Y%m%d-%H%M%S-")
+        descriptor, path = tempfile.mkstemp(prefix=begin, suffix=end, dir=self._folder)
+        os.close(descriptor)
+        return Path(path)
+
     def last_lines(self) -> list[str]:
-        """Return the last warnings and errors of each file, with the name of the file."""
+        """Return the last warnings and errors of each program, with the name of its file."""
         found = []
-        for path in sorted(self.folder.glob("*.log")):
+        for path in sorted(set(self._folder.glob("*.log")) - set(self._folder.glob(_RUNS))):
             with path.open("rb") as file:
                 file.seek(self._sizes.get(path, 0))
                 lines = _COLOURS.sub("", file.read().decode(errors="replace")).splitlines()
-            wrong = [line.strip() for line in lines if path.name != RUN_LOG and _WRONG.search(line)]
+            wrong = [line.strip() for line in lines if _WRONG.search(line)]
             found += [f"{path.name}: {line}" for line in wrong[-_MOST_LINES:]]
         return found
-
-
-def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield the lines of a run's log, without Flower's own, up to the reason for the run's end."""
-    is_explained = False
-    with process:  # closes what is read
-        try:
-            for line in process.stdout or ():
-                plain = _COLOURS.sub("", line).strip().strip(_FRAME)
-                if is_explained:  # the rest is Flower's account of it
-                    continue
-                is_explained = plain.startswith(_EXPLAINED)
-                if plain and plain != "INFO :" and not _CHATTER.search(plain):
-                    yield plain
-        except BaseException:
-            process.kill()  # with nothing to say it would never notice, and be waited for
-            raise
-
-
-_UNKNOWN = "-"
 
 
 def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
@@ -203,16 +190,11 @@ def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
     )
     rows = []
     for name in network.sites:
-        node = nodes.get(of_sites.get(name, 0), {})
-        facts = seen.get(name, {})
-        rows.append(
-            [
-                name,
-                str(node.get("status", "not registered")),
-                _last_seen(node),
-                *(str(facts.get(part, _UNKNOWN)) for part in ("fl-lightning", "flwr")),
-            ]
-        )
+        node: Mapping[str, Any] = nodes.get(of_sites.get(name, 0), {})
+        is_here = node.get("status") == "online"
+        last = "now" if is_here else str(node.get("offline-at") or "never")
+        versions = [seen.get(name, {}).get(part, _UNKNOWN) for part in ("fl-lightning", "flwr")]
+        rows.append([name, str(node.get("status", "not registered")), last, *versions])
     return rows
 
 
@@ -234,12 +216,6 @@ def last_words(network: NetworkFolder) -> str:
     Args:
         network: the network.
     """
-    file = network.server / "log" / "run.log"
-    lines = file.read_text().splitlines() if file.exists() else []
+    files = sorted((network.server / "log").glob(_RUNS))
+    lines = files[-1].read_text().splitlines() if files else []
     return lines[-1] if lines else _UNKNOWN
-
-
-def _last_seen(node: Mapping[str, Any]) -> str:
-    if node.get("status") == "online":
-        return "now"
-    return str(node.get("offline-at") or "never")

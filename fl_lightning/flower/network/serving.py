@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +26,6 @@ from fl_lightning.flower.network.control import (
     check_server,
     flower_command,
     flower_environment,
-    seconds_ahead,
 )
 from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder, make_network
 from fl_lightning.flower.network.supervision import Ended, Program, Supervisor, backoff
@@ -35,60 +36,6 @@ SITE_PROCESS = "fl_lightning.cli.network.site:site_process"
 SERVER_RUN = "fl_lightning.cli.network.server:server_run"
 _LOCAL = "127.0.0.1"
 _START_SECONDS = 120.0
-
-
-def server_programs(network: NetworkFolder, *, bind: str, control_port: int) -> list[Program]:
-    """Return the programs of a server, except the one that runs its apps.
-
-    Args:
-        network: network of the server.
-        bind: address to listen at for sites.
-        control_port: Flower's own port, open to this machine only.
-    """
-    folder = network.server
-    environment = flower_environment(folder / "flower")
-    link = [
-        flower_command("flower-superlink"),
-        *("--ssl-ca-certfile", str(folder / "ca.crt")),
-        *("--ssl-certfile", str(folder / "server.pem")),
-        *("--ssl-keyfile", str(folder / "server.key")),
-        "--enable-supernode-auth",
-        "--disable-runtime-dependency-installation",
-        # so that a run outlives this process
-        *("--isolation", "process"),
-        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
-        *("--database", str(folder / "state.db")),
-        *("--host", _LOCAL, "--port", str(control_port)),
-    ]
-    gate = [
-        *(sys.executable, "-m", "fl_lightning.flower.network.gate", bind, str(network.port)),
-        f"https://{_LOCAL}:{control_port}",
-        *(str(folder / name) for name in ("ca.crt", "server.pem", "server.key")),
-    ]
-    log = folder / "log"
-    return [
-        Program("superlink", link, log / "superlink.log", environment),
-        Program("gate", gate, log / "gate.log", environment),
-    ]
-
-
-def app_runner(network: NetworkFolder, *, control_port: int) -> Program:
-    """Return the program (flower-superexec) that runs the server's Flower apps.
-
-    Args:
-        network: network of the server.
-        control_port: Flower's own port.
-    """
-    folder = network.server
-    command = [
-        flower_command("flower-superexec"),
-        *("--runtime-api-address", f"{_LOCAL}:{control_port}"),
-        *("--root-certificates", str(folder / "ca.crt")),
-        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
-    ]
-    environment = flower_environment(folder / "flower")
-    environment[NAMES_VARIABLE] = str(network.names_file)
-    return Program("superexec", command, folder / "log" / "superexec.log", environment, layer=1)
 
 
 @contextmanager
@@ -108,12 +55,40 @@ def serving(
     """
     for host, port in ((bind, network.port), (_LOCAL, control_port)):
         _check_free(host, port)
-    for program in server_programs(network, bind=bind, control_port=control_port):
-        supervisor.add(program)
-    _wait_for(f"{_LOCAL}:{control_port}", network.server / "ca.crt", supervisor)
+    folder, log = network.server, network.server / "log"
+    environment = flower_environment(folder / "flower")
+    secret = ("--superexec-auth-secret-file", str(folder / "superexec.secret"))
+    certificates = [str(folder / name) for name in ("ca.crt", "server.pem", "server.key")]
+    link = [
+        flower_command("flower-superlink"),
+        *("--ssl-ca-certfile", certificates[0]),
+        *("--ssl-certfile", certificates[1]),
+        *("--ssl-keyfile", certificates[2]),
+        "--enable-supernode-auth",
+        "--disable-runtime-dependency-installation",
+        # so that a run outlives this process
+        *("--isolation", "process", *secret),
+        *("--database", str(folder / "state.db")),
+        *("--host", _LOCAL, "--port", str(control_port)),
+    ]
+    gate = [
+        *(sys.executable, "-m", "fl_lightning.flower.network.gate", bind, str(network.port)),
+        *(f"https://{_LOCAL}:{control_port}", *certificates),
+    ]
+    runner = [
+        flower_command("flower-superexec"),
+        *("--runtime-api-address", f"{_LOCAL}:{control_port}"),
+        *("--root-certificates", certificates[0], *secret),
+    ]
+    names = {NAMES_VARIABLE: str(network.names_file)}
+    supervisor.add(Program("superlink", link, log / "superlink.log", environment))
+    supervisor.add(Program("gate", gate, log / "gate.log", environment))
+    wait_for_server(f"{_LOCAL}:{control_port}", folder / "ca.crt", 0.2, _START_SECONDS)
     control = Control(network, control_port)
     control.register_sites()
-    supervisor.add(app_runner(network, control_port=control_port))
+    supervisor.add(
+        Program("superexec", runner, log / "superexec.log", environment | names, layer=1)
+    )
     file = _control_file(network)
     file.write_text(json.dumps({"port": control_port}))
     try:
@@ -122,16 +97,36 @@ def serving(
         file.unlink(missing_ok=True)
 
 
-def _wait_for(address: str, certificate: Path, supervisor: Supervisor) -> None:
-    until = time.monotonic() + _START_SECONDS
+def wait_for_server(
+    address: str,
+    certificate: Path,
+    pause: float,
+    seconds: float = math.inf,
+    say: Callable[[str], None] = lambda reason: None,
+) -> None:
+    """Wait until a server answers.
+
+    Args:
+        address: ``host:port``.
+        certificate: file with the certificate of the authority.
+        pause: seconds between two tries.
+        seconds: longest time to wait.
+        say: shows people why there is no answer; a reason is shown once in a row.
+
+    Raises:
+        ConfigurationError: if another server answers, or none in time.
+    """
+    until, said = time.monotonic() + seconds, ""
     while True:
         try:
             check_server(address, certificate)
         except ConnectionError as error:
             if time.monotonic() > until:
                 raise ConfigurationError(str(error)) from None
-            supervisor.look()
-            time.sleep(0.2)
+            if str(error) != said:
+                say(f"{error}. Trying again every {pause:g} s.")
+            said = str(error)
+            time.sleep(pause)
         else:
             return
 
@@ -195,11 +190,10 @@ class NodeEnds:
         """Return the seconds until the node is started again."""
         site = self._site
         try:
-            check_server(site.server, site.folder / "ca.crt")
+            ahead = check_server(site.server, site.folder / "ca.crt")
         except (ConnectionError, ValueError) as error:
             return self._told(str(error), PAUSE)
-        ahead = seconds_ahead(site.server, site.folder / "ca.crt")
-        if ahead is not None and not -_MOST_BEHIND < ahead < _MOST_AHEAD:
+        if not -_MOST_BEHIND < ahead < _MOST_AHEAD:
             return self._told(_about_clock(ahead), PAUSE)
         if _REFUSED.search(ended.words):
             return self._told(
@@ -254,23 +248,11 @@ def site_programs(
     module = "fl_lightning.flower.network.site_app"
     apps = [sys.executable, "-m", module, str(folder), f"{_LOCAL}:{port}"]
     log, common = folder / "log", flower_environment(folder / "flower")
+    ends = NodeEnds(site, say)
     command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
     return [
-        Program(
-            f"{site.name}: resident",
-            command,
-            log / "resident.out",
-            common,
-            layer=2,
-        ),
-        Program(
-            f"{site.name}: supernode",
-            node,
-            log / "supernode.log",
-            common,
-            NodeEnds(site, say),
-            layer=3,
-        ),
+        Program(f"{site.name}: resident", command, log / "resident.out", common, layer=2),
+        Program(f"{site.name}: supernode", node, log / "supernode.log", common, ends, layer=3),
         Program(f"{site.name}: apps", apps, log / "apps.log", common, layer=3),
     ]
 
@@ -285,20 +267,10 @@ def join(site: SiteFolder, say: Callable[[str], None]) -> None:
     Raises:
         ConfigurationError: if the server is not the one of the site's network.
     """
-    said = ""
-    while True:
-        try:
-            check_server(site.server, site.folder / "ca.crt")
-        except ConnectionError as error:
-            if str(error) != said:
-                say(f"{error}. Trying again every {PAUSE:g} s.")
-            said = str(error)
-            time.sleep(PAUSE)
-        else:
-            break
-    with Supervisor(site_programs(site, say)) as supervisor:
+    wait_for_server(site.server, site.folder / "ca.crt", PAUSE, say=say)
+    with Supervisor(site_programs(site, say)):
         say(f"{site.name} runs, for the server at {site.server}. Logs: {site.folder / 'log'}")
-        supervisor.watch(lambda: False)
+        threading.Event().wait()
 
 
 @dataclass(frozen=True)
@@ -351,8 +323,7 @@ def demo(
                 for program in site_programs(site, say, process=process):
                     supervisor.add(program)
             say(f"{len(sites)} sites run, three processes each")
-            with supervisor.in_background():
-                yield Demo(network, sites, supervisor, control)
+            yield Demo(network, sites, supervisor, control)
         say("ending all processes")
 
 

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -18,7 +17,6 @@ from typing import Self
 from fl_lightning.core.processes import tied
 
 _GRACE = 10.0
-_POLL_SECONDS = 0.1
 _LONGEST_PAUSE, _LONG_LIFE = 30.0, 60.0
 _MOST_WORDS = 20_000
 
@@ -60,7 +58,7 @@ class Program:
         command: program and arguments.
         log: file to which the output is added.
         environment: variables besides those of this process.
-        again: returns the seconds between an end and the next start; it may raise, to give up.
+        again: returns the seconds between an end and the next start.
         layer: programs of higher layers are ended first.
         process: current process; None between an end and the next start.
     """
@@ -72,40 +70,47 @@ class Program:
     again: Callable[[Ended], float] = backoff
     layer: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _next: float = field(default=0.0, init=False)  # time of the next start
-    _times: int = field(default=0, init=False)  # number of ends in a row
 
-    def look(self) -> None:
-        """Start the program if it is due, or note that it has ended."""
-        if self.process is None:
-            if time.monotonic() >= self._next:
-                self._start()
-        elif (code := self.process.poll()) is not None:
-            self._end_group()
-            lived = time.monotonic() - self._started
-            self._times = 1 if lived > _LONG_LIFE else self._times + 1
-            pause = self.again(Ended(code, self._words(), self._times))
-            self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
-            self._next = time.monotonic() + pause
+    def __post_init__(self) -> None:
+        self._starting, self._is_over = threading.Lock(), threading.Event()
+        # the system ends a process with the thread that has started it
+        self._thread = threading.Thread(target=self._keep_running, daemon=True, name=self.name)
+        self.start = self._thread.start
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
+        """Send SIGTERM, and start the program no more."""
+        with self._starting:
+            self._is_over.set()
+            if self.process is not None:
+                self.process.terminate()
 
-    def end(self, until: float) -> None:
-        """Wait for the end until a time, then kill the program and its children."""
-        if self.process is None:
-            return
-        try:
-            self.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    def end(self, seconds: float) -> None:
+        """Wait for the end, for some seconds; then kill the program and its children."""
+        self._thread.join(seconds)
+        if self.process is not None:
             self._note("does not end: killed")
-        self._end_group()
+            _kill_group(self.process)
+            self._thread.join()
 
-    def _start(self) -> None:
+    def _keep_running(self) -> None:
+        times = 0
+        while (process := self._started()) is not None:
+            began, code = time.monotonic(), process.wait()
+            _kill_group(process)
+            self.process = None
+            lived = time.monotonic() - began
+            times = 1 if lived > _LONG_LIFE else times + 1
+            if not self._is_over.is_set():
+                pause = self.again(Ended(code, self._words(), times))
+                self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
+                self._is_over.wait(pause)
+
+    def _started(self) -> subprocess.Popen[bytes] | None:
+        """Start the program, unless it was asked to end."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        with self._starting, self.log.open("ab") as log:
+            if self._is_over.is_set():
+                return None
             self._from = log.tell()
             self.process = subprocess.Popen(
                 tied(self.command),
@@ -115,14 +120,7 @@ class Program:
                 stderr=log,
                 start_new_session=True,
             )
-        self._started = time.monotonic()
-
-    def _end_group(self) -> None:
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process = None
+        return self.process
 
     def _words(self) -> str:
         """Return the output of the program since its start."""
@@ -135,6 +133,11 @@ class Program:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with self.log.open("a") as log:
             log.write(f"{now} | WARNING | {self.name} {words}\n")
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class Supervisor:
@@ -160,46 +163,12 @@ class Supervisor:
                 program.ask_to_end()
             until = time.monotonic() + _GRACE
             for program in programs:
-                program.end(until)
+                program.end(max(0.0, until - time.monotonic()))
 
     def add(self, program: Program) -> None:
-        """Start a program, and keep it running.
-
-        Args:
-            program: one more program.
-        """
+        """Start a program, and keep it running."""
         self._programs.append(program)
-        program.look()
-
-    def watch(self, is_over: Callable[[], bool], seconds: float = float("inf")) -> bool:
-        """Keep all programs running until ``is_over`` returns True, which is returned, or for some seconds.
-
-        Args:
-            is_over: called ten times a second.
-            seconds: longest time to watch.
-        """
-        until = time.monotonic() + seconds
-        while not (over := is_over()) and time.monotonic() < until:
-            self.look()
-            time.sleep(_POLL_SECONDS)
-        return over
-
-    def look(self) -> None:
-        """Restart programs that have ended and are due."""
-        for program in list(self._programs):
-            program.look()
-
-    @contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Keep all programs running by another thread inside a ``with`` block."""
-        is_over = threading.Event()
-        thread = threading.Thread(target=self.watch, args=[is_over.is_set], daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
+        program.start()
 
     def process(self, name: str) -> int | None:
         """Return the process id of a program; None between an end and the next start."""

@@ -28,12 +28,10 @@ from fl_lightning.federation import (
     KeptVersions,
     Missing,
     Options,
-    Processes,
     RoundRecord,
     Run,
     Stages,
     Start,
-    Transaction,
     Upload,
     check_same,
     own_run_folder,
@@ -98,7 +96,7 @@ class VersionsAtSites(KeptVersions):
         """Return the model of a version, and the options and tensors that its orders share."""
         return self._models[version], self._common[version]
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Record the staleness of the updates that count."""
         step = self.arrivals.step(self._present)
         lost = sum(ended.is_lost for ended in self._clock.record[self._num_closed :])
@@ -163,9 +161,7 @@ class AsynchronousSites(Sites):
         self._replies: dict[int, Reply] = {}  # replies that no server step has used, by client
         self._lost_in_a_row = 0
 
-    def train(
-        self, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, None]:
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Train clients until the buffer is full, and yield the updates in it."""
         packing = self._packing()
         self._versions.note(*self._common(start, packing))

@@ -21,7 +21,7 @@ from fl_lightning.flower.messages import (
     digest,
 )
 from fl_lightning.flower.packing import of_stage
-from fl_lightning.flower.transport.channel import Channel, Lost
+from fl_lightning.flower.transport.channel import Channel
 
 _PAUSE = 1.0  # seconds
 # failures of a site that was restarted, and has not been greeted since
@@ -248,23 +248,24 @@ class Correspondence:
     def _in_progress(self) -> list[_Asked]:
         return [line[0] for line in self._lines.values() if line]
 
-    def _reply(self, came: bytes | Lost, asked: _Asked) -> Reply | None:
+    def _reply(self, came: bytes | None, asked: _Asked) -> Reply | None:
         """Return the reply of a site to its order; None if the site is asked again."""
         site = asked.site
-        answer, reason, is_lost = self._read(site, came, digest(asked.sent))
-        if is_lost:
+        found = self._read(site, came, digest(asked.sent))
+        if found is None:
             asked.again_at = time.monotonic() + _PAUSE
             return None
-        if answer is not None and asked.sent is not asked.content:  # it has been greeted
+        if isinstance(found, Answer) and asked.sent is not asked.content:  # it has been greeted
             asked.sent = asked.content
             self._channel.send(site, asked.content, self._left(asked))
             return None
+        answer, reason = (found, "") if isinstance(found, Answer) else (None, found)
         if answer is not None:
             try:
                 answer.check_answers(asked.order, digest(asked.content))
             except MessageError as error:
                 answer, reason = None, f"its answer is not one: {error}"
-        up, down = 0 if isinstance(came, Lost) else len(came), len(asked.content)
+        up, down = 0 if came is None else len(came), len(asked.content)
         return Reply(site, asked.order, answer, reason, bytes_up=up, bytes_down=down)
 
     def _ask_again(self) -> None:
@@ -283,19 +284,19 @@ class Correspondence:
     def _left(self, asked: _Asked) -> float:
         return max(1.0, (asked.until or 0.0) - time.monotonic())
 
-    def _read(self, site: str, came: bytes | Lost, name: str) -> tuple[Answer | None, str, bool]:
-        """Return the answer or None, the reason that there is none, and True if the site is asked again."""
-        if isinstance(came, Lost):
-            return None, came.category, True
+    def _read(self, site: str, came: bytes | None, name: str) -> Answer | str | None:
+        """Return the answer, or the reason that there is none; None if the site is asked again."""
+        if came is None:
+            return None
         try:
             answer = Answer.from_bytes(came, limit=self._largest)
         except MessageError as error:
-            return None, f"its answer is not one: {error}", False
+            return f"its answer is not one: {error}"
         if answer.site != site:
-            return None, f"its answer says that it is {answer.site}", False
+            return f"its answer says that it is {answer.site}"
         if answer.order != name:
-            return None, "its answer is to another order", True
-        if answer.failure is not None:
-            is_lost = answer.failure.category in _OF_RESTARTED
-            return None, answer.failure.sentence, is_lost
-        return answer, "", False
+            return None
+        if answer.failure is None:
+            return answer
+        is_restarted = answer.failure.category in _OF_RESTARTED
+        return None if is_restarted else answer.failure.sentence

@@ -69,7 +69,7 @@ class DataElsewhere(FederatedDataModule):
         self._size, self._drops = batch_size, drop_last
 
     @property
-    def _loader(self) -> NoReturn:
+    def _training(self) -> NoReturn:
         raise ConfigurationError(_AT_SITES)
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
@@ -136,41 +136,31 @@ def check_over_network(trainer: Trainer, module: Any, data: Any, options: Option
     Raises:
         ConfigurationError: naming all of them.
     """
-    problems = [
-        *conflicts(network_parts(trainer, module, options)),
-        *_of_trainer(trainer),
-        *_of_data(data),
-    ]
+    problems = list(conflicts(network_parts(trainer, module, options)))
+    if trainer.world_size > 1:
+        problems.append(
+            f"trainer.devices: the server is one process, got {trainer.world_size}: set devices to 1; "
+            "sites have devices of their own"
+        )
+    if isinstance(data, FederatedDataModule):
+        problems += of_transforms(data)
+    else:
+        problems.append(
+            "data: over a network the configuration is that of a federation: wrap the data module in "
+            "fl_lightning.FederatedDataModule"
+        )
     if problems:
         raise ConfigurationError("\n".join(problems))
 
 
-def _of_trainer(trainer: Trainer) -> Iterator[str]:
-    if trainer.world_size > 1:
-        yield (
-            f"trainer.devices: the server is one process, got {trainer.world_size}: set devices to 1; "
-            "sites have devices of their own"
-        )
-
-
-def _of_data(data: Any) -> Iterator[str]:
-    if not isinstance(data, FederatedDataModule):
-        yield (
-            "data: over a network the configuration is that of a federation: wrap the data module in "
-            "fl_lightning.FederatedDataModule"
-        )
-    else:
-        yield from of_transforms(data)
-
-
-def of_transforms(data: FederatedDataModule) -> Iterator[str]:
-    """Yield an error for each transform of inputs that has to see the examples of all clients."""
-    for transform in data.transforms:
-        if shown_by([transform]):
-            yield (
-                f"data.transforms {type(transform).__name__} learns from all clients' examples, which are at "
-                "sites: use Normalize with numbers that are known, in the configurations of server and sites"
-            )
+def of_transforms(data: FederatedDataModule) -> list[str]:
+    """Return an error for each transform of inputs that has to see the examples of all clients."""
+    return [
+        f"data.transforms {type(each).__name__} learns from all clients' examples, which are at sites: use "
+        "Normalize with numbers that are known, in the configurations of server and sites"
+        for each in data.transforms
+        if shown_by([each])
+    ]
 
 
 VALUES, SUMS = "stage/values/", "stage/sums/"

@@ -20,7 +20,7 @@ from fl_lightning.core.plain_json import MessageError, check_hex, check_whole, s
 from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation import RoundRecord, Stage
-from fl_lightning.flower.documents import check_fields, read_document
+from fl_lightning.flower.documents import Positive, check_fields, read_document
 from fl_lightning.flower.messages import Answer, Kind, Order
 from fl_lightning.flower.packing import RunMask, mask_message, model_tensors
 from fl_lightning.sparsity.masks.mask import Mask
@@ -156,7 +156,6 @@ def _check_key(what: str, key: Any, digits: int) -> None:
 
 
 Examples = Annotated[int, partial(check_whole, most=10**9)]
-Positive = Annotated[int, partial(check_whole, least=1)]
 
 
 @dataclass(frozen=True, kw_only=True)

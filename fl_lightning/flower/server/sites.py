@@ -33,7 +33,6 @@ from fl_lightning.federation import (
     SpansNetwork,
     Stages,
     Start,
-    Transaction,
     Transport,
     Upload,
 )
@@ -121,9 +120,7 @@ class Sites(FitClients):
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Do nothing: sites choose their own engines."""
 
-    def train(
-        self, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, None]:
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Send the orders of a round, and yield the updates in the order of the clients."""
         clients, packing = work.client_ids.tolist(), self._packing()
         options, tensors = self._common(start, packing)
@@ -150,7 +147,7 @@ class Sites(FitClients):
             stage: ``validation`` or ``test``.
             clients: clients to evaluate; clients of a site without an answer are left out, with a warning.
         """
-        model = self._packing().whole_model(self.local.read(), self._run.round_index)
+        model = self._packing().model(self.local.read(), self._run.round_index, whole=True)
         options = self._agreed() | {"stage": stage}
         orders = {
             site: self._order("evaluate", some, options, {"model": model})
@@ -233,7 +230,7 @@ class Sites(FitClients):
     def _agreed(self) -> dict[str, Any]:
         """Return the facts about the model that must be equal at the server and the sites."""
         return {
-            "num_clients": self._run.groups.population.num_clients,
+            "num_clients": self._run.cohorts.population.num_clients,
             "state": self.local.state_names or [],
             "buffers_stay": self._stages.is_private,
             "constants": self._constants,

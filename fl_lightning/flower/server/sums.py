@@ -26,9 +26,7 @@ from fl_lightning.flower.sums import (
     OPENED,
     TO_CLIENT,
     TOTAL,
-    EncryptedSettings,
     EncryptedStage,
-    SecureSettings,
     SecureStage,
 )
 from fl_lightning.secure.encryption.ciphertext_numbers import Sender
@@ -93,13 +91,14 @@ class SumOverSites:
         """
         sites = self._sites
         session = replace(session, purpose=sites.trained_on())
-        agreed = SecureSettings(session, tuple(clients), tuple(sites.site_of[c] for c in clients))
+        agreed = SecureStage(0, session, tuple(clients), tuple(sites.site_of[c] for c in clients))
         server, cost = SecureServer(session, agreed.directory(self._keys)), no_cost(clients)
         incoming: dict[int, bytes] = dict.fromkeys(range(session.num_clients), b"")
         for stage in session.stages:
             reasons: dict[int, str] = {}
-            for part in sites.ask(self._orders(agreed, stage, incoming), cost):
-                place, began = agreed.place(part.client), time.process_time()
+            asked = replace(agreed, stage=int(stage))
+            for part in sites.ask(self._orders(asked, incoming), cost):
+                place, began = clients.index(part.client), time.process_time()
                 reasons[place] = part.reason
                 try:
                     if part.answer is not None:
@@ -114,14 +113,12 @@ class SumOverSites:
             add_seconds(cost, "server_seconds", began)
         return HiddenSum(server.total, frozenset(clients[p] for p in server.survivors), cost)
 
-    def _orders(
-        self, agreed: SecureSettings, stage: ProtocolStage, incoming: Mapping[int, bytes]
-    ) -> dict[str, Order]:
-        messages = {agreed.clients[place]: incoming[place] for place in sorted(incoming)}
+    def _orders(self, asked: SecureStage, incoming: Mapping[int, bytes]) -> dict[str, Order]:
+        messages = {asked.clients[place]: incoming[place] for place in sorted(incoming)}
         return {
             site: self._sites.write(
                 clients,
-                document_of(SecureStage(int(stage), agreed)),
+                document_of(asked),
                 {TO_CLIENT.format(c): as_tensor(messages[c]) for c in clients if messages[c]},
             )
             for site, clients in by_site(messages, self._sites.site_of).items()
@@ -161,36 +158,33 @@ class EncryptedOverSites:
         sites = sorted(by_site(clients, self._sites.site_of))
         # the same one if the round is added up again: sites encrypt for one opener only
         opener = sites[layout.round_index % len(sites)]
-        run = self._sites.write((), {}, {}).run
-        agreed = EncryptedSettings(
-            run, layout.round_index, layout.size, layout.parameters.degree, opener, tuple(clients)
-        )
+        agreed = EncryptedStage("key", opener, tuple(clients))
         cost = no_cost(clients)
         if not self._key:  # which the opener makes, and seals, if it has none
-            made = self._asked_opener(EncryptedStage("key", agreed), {}, cost)
+            made = self._asked_opener(agreed, {}, cost)
             try:
                 self._key = bytes_of(made.tensors.get(KEY))
             except ValueError as error:
                 raise RoundFailure(f"site {opener} made no key for the run: {error}") from None
-        total, senders = self._added(agreed, layout, cost)
+        total, senders = self._added(replace(agreed, stage="encrypt"), layout, cost)
         if total is None or len(senders) < FEWEST_CLIENTS:
             raise RoundFailure(
-                f"round {agreed.round + 1}: {len(senders)} vectors are left for the encrypted sum, which would "
+                f"round {layout.round_index + 1}: {len(senders)} vectors are left for the encrypted sum, which would "
                 f"show them: it needs {FEWEST_CLIENTS} or more"
             )
-        asked = EncryptedStage("open", agreed, senders)
+        asked = replace(agreed, stage="open", senders=senders)
         answer = self._asked_opener(asked, {TOTAL: total.encode()}, cost)
-        values = _values(answer.tensors.get(OPENED), agreed)
+        values = _values(answer.tensors.get(OPENED), layout, opener)
         return HiddenSum(values, frozenset(sender.client for sender in senders), cost)
 
     def _added(
-        self, agreed: EncryptedSettings, layout: CKKSLayout, cost: ProtectionCost
+        self, asked: EncryptedStage, layout: CKKSLayout, cost: ProtectionCost
     ) -> tuple[EncryptedUpdate | None, tuple[Sender, ...]]:
         """Return the sum of the encrypted vectors, None of none, and the clients in the sum."""
         server = CKKSServer(layout)
         total: EncryptedUpdate | None = None
         senders: list[Sender] = []
-        for orders in self._waves(agreed, layout):
+        for orders in self._waves(asked, layout):
             for part in self._sites.ask(orders, cost):
                 began = time.process_time()
                 try:
@@ -204,18 +198,22 @@ class EncryptedOverSites:
                 add_seconds(cost, "server_seconds", began)
         return total, tuple(senders)
 
-    def _waves(self, agreed: EncryptedSettings, layout: CKKSLayout) -> Iterator[dict[str, Order]]:
+    def _waves(self, asked: EncryptedStage, layout: CKKSLayout) -> Iterator[dict[str, Order]]:
         """Yield orders to encrypt, with a limited number of clients per site at a time."""
         size = layout.num_ciphertexts * ciphertext_bytes(layout.parameters)
         at_once = max(1, MOST_BYTES // max(1, size))
-        left = {site: iter(c) for site, c in by_site(agreed.clients, self._sites.site_of).items()}
-        options = document_of(EncryptedStage("encrypt", agreed))
+        left = {site: iter(c) for site, c in by_site(asked.clients, self._sites.site_of).items()}
+        options = document_of(asked)
         key = {KEY: as_tensor(self._key)}
         while True:
-            asked = {site: tuple(islice(clients, at_once)) for site, clients in left.items()}
-            if not any(asked.values()):
+            next_ones = {site: tuple(islice(clients, at_once)) for site, clients in left.items()}
+            if not any(next_ones.values()):
                 return
-            yield {s: self._sites.write(some, options, key) for s, some in asked.items() if some}
+            yield {
+                site: self._sites.write(some, options, key)
+                for site, some in next_ones.items()
+                if some
+            }
 
     def _asked_opener(
         self, asked: EncryptedStage, tensors: Mapping[str, bytes], cost: ProtectionCost
@@ -225,11 +223,11 @@ class EncryptedOverSites:
         Raises:
             RoundFailure: if the opener does not answer.
         """
-        opener, given = asked.sum.opener, {KEY: self._key, **tensors} if self._key else tensors
+        opener, given = asked.opener, {KEY: self._key, **tensors} if self._key else tensors
         told = {name: as_tensor(data) for name, data in given.items()}
         order = self._sites.write((), document_of(asked), told)
         [reply] = self._sites.correspondence.ask({opener: order})
-        first = by_site(asked.sum.clients, self._sites.site_of)[opener][0]
+        first = by_site(asked.clients, self._sites.site_of)[opener][0]
         cost.bytes_up[first] += reply.bytes_up
         cost.bytes_down[first] += reply.bytes_down
         if reply.answer is None:
@@ -260,16 +258,16 @@ def _message_of(part: Part, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender
     return sent, Sender(part.client, nonce, fewest)
 
 
-def _values(values: Tensor | None, agreed: EncryptedSettings) -> Tensor:
+def _values(values: Tensor | None, layout: CKKSLayout, opener: str) -> Tensor:
     """Check a decrypted sum, and return it.
 
     Raises:
         RoundFailure: if it is not a vector of finite numbers of the right size.
     """
     form = None if values is None else (values.dtype, values.shape)
-    if values is None or form != (torch.float64, (agreed.size,)) or not values.isfinite().all():
+    if values is None or form != (torch.float64, (layout.size,)) or not values.isfinite().all():
         raise RoundFailure(
-            f"round {agreed.round + 1}: site {agreed.opener} has not opened the encrypted sum: its answer has "
-            f"not {agreed.size} finite numbers"
+            f"round {layout.round_index + 1}: site {opener} has not opened the encrypted sum: its answer has "
+            f"not {layout.size} finite numbers"
         )
     return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import FrameType
@@ -19,9 +19,9 @@ from fl_lightning.flower.class_paths import Refused
 from fl_lightning.flower.messages import ClientAnswer, Order
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Done:
-    """Result of an order.
+    """Result of an order, to which a round adds client by client.
 
     Attributes:
         answers: answers of the clients of the order.
@@ -33,11 +33,11 @@ class Done:
         options: options of the answer; before the first order, facts about the site.
     """
 
-    answers: Sequence[ClientAnswer] = ()
-    tensors: Mapping[str, Tensor] | None = None
-    vectors: Mapping[int, npt.NDArray[Any]] = field(default_factory=dict)
+    answers: list[ClientAnswer] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    vectors: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
     rules: Mapping[str, Any] = field(default_factory=dict)
-    failures: Sequence[ClientFailure] = ()
+    failures: list[ClientFailure] = field(default_factory=list)
     error: BaseException | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 

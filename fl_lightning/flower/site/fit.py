@@ -7,9 +7,10 @@ schedules are the server's.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -28,7 +29,7 @@ from fl_lightning.federation import (
     take_over,
 )
 from fl_lightning.flower.messages import Order, OrderRefused
-from fl_lightning.flower.packing import OPTION, RunMask, hold_model, told_mask
+from fl_lightning.flower.packing import RunMask, hold_model, told_mask
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.ledger import RunAccount
@@ -38,40 +39,51 @@ from fl_lightning.flower.site.rounds import SiteRounds, evaluated
 from fl_lightning.server.server import as_aggregator
 
 
+class Fit(NamedTuple):
+    """Arguments of the fit of a run at a site.
+
+    Attributes:
+        configuration: configuration with the site's own options.
+        desk: queue of orders and results.
+        memory: client state on disk.
+        account: privacy account of the run.
+    """
+
+    configuration: Mapping[str, Any]
+    desk: Desk
+    memory: SiteMemory
+    account: RunAccount
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Planned number of rounds; None for no end."""
+        rounds = (self.configuration.get("trainer") or {}).get("max_epochs")
+        return None if rounds is None or rounds < 0 else int(rounds)
+
+
 class AtSite(Callback):
     """Callback that makes a site's fit follow the orders of the server.
 
     Args:
         options: options of the federation.
-        desk: queue of orders and results.
-        memory: client state on disk.
+        fit: what the fit gets of the run.
         policy: policy of the site.
-        num_rounds: planned number of rounds; None for no end.
-        account: privacy account of the run.
         calibrates: calibration of masks in the configuration; None without one.
     """
 
     def __init__(
-        self,
-        options: Options,
-        desk: Desk,
-        memory: SiteMemory,
-        policy: Policy,
-        num_rounds: int | None,
-        account: RunAccount,
-        calibrates: Calibrates | None = None,
+        self, options: Options, fit: Fit, policy: Policy, calibrates: Calibrates | None = None
     ) -> None:
-        self._given, self._desk, self._memory, self._policy = options, desk, memory, policy
-        self._num_rounds, self._account, self._calibrates = num_rounds, account, calibrates
+        self._given, self._fit, self._policy, self._calibrates = options, fit, policy, calibrates
+        self._desk, self._memory = fit.desk, fit.memory
         self._cleanup = ExitStack()
         self._applier: PutsMasks | None = None
         self._order: Order | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace the fit loop's batches by orders."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self._options = options_at_site(self._given, len(data.clients))
-        plan_rounds(trainer, self._num_rounds)  # for schedules of rates, which are built next
+        self._options = options_at_site(self._given)
+        plan_rounds(trainer, self._fit.num_rounds)  # for schedules of rates, which are built next
         self._calendar: Calendar = prepare(trainer, pl_module, self._options, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,7 +100,7 @@ class AtSite(Callback):
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
         run, stages = begin_at_site(trainer, options, calendar)
         sums, privacy = hidden_at_site(
-            self._given, run, self._num_rounds, self._policy, self._account
+            self._given, run, self._fit.num_rounds, self._policy, self._fit.account
         )
         self._rounds = SiteRounds(run, options, stages, self._allows, sums, privacy)
         self._memory.serve(run.memory)
@@ -176,19 +188,10 @@ class AtSite(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer the order with the round's updates."""
         if self._order is not None:
-            rounds = self._rounds
-            rounds.pay()
-            self._memory.end(self._order, [answer.client for answer in rounds.answers])
-            tensors = rounds.tensors | rounds.sums.tensors
-            reductions = rounds.run.collector.reductions
-            shown = {name: how for name, how in reductions.items() if self._allows(name)}
-            options = {OPTION: rounds.sums.logged, "reductions": shown}
-            more: dict[str, Any] = {
-                "vectors": rounds.vectors,
-                "rules": rounds.rules,
-                "options": options,
-            }
-            self._desk.answer(Done(rounds.answers, tensors, failures=rounds.failures, **more))
+            self._rounds.pay()
+            done = self._rounds.done
+            self._memory.end(self._order, [answer.client for answer in done.answers])
+            self._desk.answer(done)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
@@ -201,13 +204,10 @@ class AtSite(Callback):
         self._cleanup.close()
 
 
-def options_at_site(options: Options, num_clients: int) -> Options:
+def options_at_site(options: Options) -> Options:
     """Return a copy of a federation's options for a site, without those of the server."""
     own = copy.copy(options)
-    own.cohort, own.clients_per_group = (
-        AllClients(),
-        num_clients,
-    )  # one group: orders name its clients
+    own.cohort = AllClients()  # orders name the clients
     own.on_client_failure, own.min_replies = "skip", 1
     own.devices = own.asynchronous = own.attackers = own.privacy = None
     own.engine, own.slots, own.speedups = "sequential", None, None

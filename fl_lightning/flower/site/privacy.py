@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
@@ -18,9 +19,8 @@ from fl_lightning.federation import Options, Run
 from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.ledger import RunAccount
-from fl_lightning.privacy.accounting.gaussian import ReleaseCost
 from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
-from fl_lightning.privacy.noise.noise_source import noise_source
+from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import clipped
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.server.protected import NoiseShares, Protected, SumsOverSites, Terms
@@ -53,15 +53,10 @@ class SitePrivacy:
         secure: bool = True,
     ) -> None:
         self._run, self._account = run, account
-        source = noise_source(run.seed, secure=secure)
+        source = NoiseSource(None if secure else run.seed)
         self.clip_norm, self.mechanism = privacy.clip_norm, privacy.mechanism(run, source)
-        cost = getattr(self.mechanism, "release_cost", None)
-        if not isinstance(cost, ReleaseCost):
-            raise Refused(
-                f"this site cannot count what {type(privacy).__name__} costs: use LocalDP or DistributedDP"
-            )
-        self.cost = cost
-        account.check(cost, clients, run.most_turns(run.planned_rounds))
+        self.cost = self.mechanism.release_cost
+        account.check(self.cost, clients, run.most_turns(run.planned_rounds))
         self._cohorts: Iterator[tuple[int, ClientIds]] = iter(())
         self._present: tuple[int, ClientIds] | None = None
 
@@ -150,7 +145,7 @@ def hidden_at_site(
     return _sums_of(sums.protection, policy), privacy
 
 
-def _shares_of(mechanism: Mechanism) -> NoiseShares:
+def _shares_of(mechanism: Mechanism[Any]) -> NoiseShares:
     assert mechanism.shares is not None, "others are refused, see `check_private`"
     return mechanism.shares
 

@@ -9,12 +9,10 @@ Clients are evaluated on the examples that they hold out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,7 +35,7 @@ from fl_lightning.federation import (
     evaluated_clients,
 )
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
-from fl_lightning.flower.packing import MetricSums, Packing, constants_digest, of_stage, taken_sums
+from fl_lightning.flower.packing import OPTION, Packing, constants_digest, of_stage, taken_sums
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums import rules_of
@@ -60,11 +58,7 @@ class SiteRounds:
 
     Attributes:
         run: run of the site.
-        answers: answers of the clients of the current order.
-        tensors: tensors of the answers.
-        vectors: vectors for a hidden sum, by client; they stay at the site.
-        failures: failures of clients of the current order.
-        sums: states of the torchmetrics objects that clients have logged.
+        done: result of the current order.
     """
 
     def __init__(
@@ -87,41 +81,37 @@ class SiteRounds:
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._order: Order | None = None
         self._constants_agree = False
-        self.answers: list[ClientAnswer] = []
-        self.tensors: dict[str, Tensor] = {}
-        self.vectors: dict[int, npt.NDArray[Any]] = {}
-        self.failures: list[ClientFailure] = []
-        self.sums = MetricSums([], {})
+        self.done = Done()
 
     def obey(self, order: Order | None) -> None:
         """Set the order of the next round; None for a round without training."""
         self._order = order
-        self.answers, self.tensors, self.vectors, self.failures = [], {}, {}, []
-        self.sums = MetricSums([], {})
+        self.done = Done()
 
-    @property
-    def rules(self) -> dict[str, Any]:
-        """Options of the configuration's hidden sums; empty if updates are sent in clear."""
-        return {} if self._sums is None else rules_of(self._sums.agreed_sum)
-
-    def train_group(self, group: ClientGroup) -> bool:
-        """Train the clients of the current order, if any; the group from Lightning's loader is ignored."""
+    def train(self, group: ClientGroup) -> None:
+        """Train the clients of the current order, if any; those from Lightning's loader are ignored."""
         if self._order is not None:
             self._train(self._order)
-        return self.run.trainer.is_last_batch
 
     def _train(self, order: Order) -> None:
         model = self._begin(order)
         try:
             with self._clients.metrics_kept_apart():
                 work = self.run.plan.of(order.clients, self.run.round_index)
-                # nothing is undone: clients of a site train one after the other
-                for sent in self._clients.train(Start(model, model), work, nullcontext):
+                for sent in self._clients.train(Start(model, model), work):
                     if isinstance(sent, Missing):
                         self._answer_nothing(sent.failure)
                     else:
                         self._pack(sent)
-                self.sums = taken_sums(self.run.collector, self.run.module, self._allows)
+                sums = taken_sums(self.run.collector, self.run.module, self._allows)
+            self.done.tensors |= sums.tensors
+            reductions = self.run.collector.reductions.items()
+            self.done.options = {
+                OPTION: sums.logged,
+                "reductions": {name: how for name, how in reductions if self._allows(name)},
+            }
+            if self._sums is not None:  # whose options follow from the order
+                self.done.rules = rules_of(self._sums.agreed_sum)
             self.run.local.check_constants()
         finally:
             self._clients.restore(model)
@@ -129,7 +119,7 @@ class SiteRounds:
     def hold(self, order: Order) -> None:
         """Load the model of an order into the module, for evaluation."""
         self._settle(order)
-        model = self._packing.opened_whole_model(order.tensors["model"], order.round)
+        model = self._packing.opened_model(order.tensors["model"], order.round, whole=True)
         self._clients.restore(model)
 
     def follow_mask(self) -> None:
@@ -190,10 +180,10 @@ class SiteRounds:
                 if self._privacy is not None:
                     update = self._privacy.noisy(update, self.run.round_index)
                 payload, error = self._packing.update(update, self.run.round_index)
-                self.tensors[f"{update.client_id}/payload"] = payload
+                self.done.tensors[f"{update.client_id}/payload"] = payload
                 self._answer(made, update, {NORM: float(made.norm), ERROR: error})
             else:
-                self.vectors[update.client_id] = self._sums.vector_of(update)
+                self.done.vectors[update.client_id] = self._sums.vector_of(update)
                 self._answer(made, update, {})
 
     def _answer(self, made: ClientUpdate, update: ClientUpdate, facts: dict[str, float]) -> None:
@@ -203,8 +193,8 @@ class SiteRounds:
             if told and self._privacy is not None:
                 raise OrderRefused("policy", f"{stage.key} sends what no noise covers")
             for name, tensor in told.items():
-                self.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
-        self.answers.append(
+                self.done.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
+        self.done.answers.append(
             ClientAnswer(
                 client=client,
                 num_examples=update.num_examples,
@@ -219,12 +209,14 @@ class SiteRounds:
     def pay(self) -> None:
         """Charge the privacy budget of the clients whose updates are about to leave."""
         if self._privacy is not None:
-            self._privacy.charge(answer.client for answer in self.answers if not answer.failure)
+            self._privacy.charge(
+                answer.client for answer in self.done.answers if not answer.failure
+            )
 
     def _answer_nothing(self, failure: ClientFailure) -> None:
         """Answer that a client has failed; the reason stays at the site."""
-        self.answers.append(ClientAnswer(client=failure.client_id, failure=_category(failure)))
-        self.failures.append(failure)
+        self.done.answers.append(ClientAnswer(client=failure.client_id, failure=_category(failure)))
+        self.done.failures.append(failure)
 
 
 def _category(failure: ClientFailure) -> str:

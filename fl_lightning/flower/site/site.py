@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -38,29 +38,14 @@ from fl_lightning.flower.messages import (
 from fl_lightning.flower.packing import OPTION, told_mask
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Desk, Done
-from fl_lightning.flower.site.ledger import Ledger, RunAccount, whole_file
+from fl_lightning.flower.site.fit import Fit
+from fl_lightning.flower.site.ledger import Ledger, whole_file
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.flower.transport.resident import AUDIT
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger(AUDIT)
-
-
-class Fit(NamedTuple):
-    """Arguments of the fit of a run at a site.
-
-    Attributes:
-        configuration: configuration with the site's own options.
-        desk: queue of orders and results.
-        memory: client state on disk.
-        account: privacy account of the run.
-    """
-
-    configuration: Mapping[str, Any]
-    desk: Desk
-    memory: SiteMemory
-    account: RunAccount
 
 
 class Site:
@@ -156,17 +141,17 @@ class Site:
 
     def _follow(self, order: Order, name: str) -> Answer:
         if order.kind == "hello":
-            return self._answer(order, name, options=self._hello(order))
+            return self._answer(order, name, Done(options=self._hello(order)))
         self._check_run(order)
         if order.kind == "stop":
             self._stop()
             return self._answer(order, name)
         self._policy.clients_here(order.clients)
         if order.kind == "sum":
-            return self._answer(order, name, done=self._sums.follow(order))
+            return self._answer(order, name, self._sums.follow(order))
         if order.kind == "calibrate":
             self._policy.check_unprotected("a calibration")
-            return self._answer(order, name, done=self._asked(order))
+            return self._answer(order, name, self._asked(order))
         if order.options.get("mask", "") != self._mask:
             raise OrderRefused(
                 "mask", f"this site has the mask {self._mask or 'of no calibration'}"
@@ -174,8 +159,8 @@ class Site:
         if order.kind == "evaluate":
             if not self._policy.log_unprotected:
                 self._policy.check_unprotected("an evaluation of clients")
-            return self._answer(order, name, done=self._asked(order))
-        return self._answer(order, name, done=self._trained(order))
+            return self._answer(order, name, self._asked(order))
+        return self._answer(order, name, self._trained(order))
 
     def _check_run(self, order: Order) -> None:
         if order.run != self._run:
@@ -199,13 +184,7 @@ class Site:
         return done
 
     def _answer(
-        self,
-        order: Order,
-        name: str,
-        *,
-        options: Mapping[str, Any] | None = None,
-        done: Done | None = None,
-        failure: Failure | None = None,
+        self, order: Order, name: str, done: Done | None = None, failure: Failure | None = None
     ) -> Answer:
         done = done or Done()
         return Answer(
@@ -215,8 +194,8 @@ class Site:
             site=self._name,
             order=name,
             clients=tuple(done.answers),
-            options=done.options if options is None else options,
-            tensors=done.tensors or {},
+            options=done.options,
+            tensors=done.tensors,
             failure=failure,
         )
 

@@ -20,6 +20,8 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +43,16 @@ from fl_lightning.flower.sums import (
     TO_CLIENT,
     TOTAL,
     TRAINED_ON,
-    EncryptedSettings,
     EncryptedStage,
-    SecureSettings,
     SecureStage,
     SumKey,
     session_by,
     stage_of,
     trained_on,
 )
+from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters
 from fl_lightning.secure.encryption.ckks import CKKSClient
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
 from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.messages import RevealRequest, decode
@@ -72,7 +74,7 @@ class SiteSums:
     def __init__(self, folder: Path, policy: Policy) -> None:
         self._policy, self._kept = policy, SiteVectors(folder)
         self._key_file = folder / "sealed.key"
-        self._agreed: SecureSettings | None = None
+        self._agreed: SecureStage | None = None
         self._clients: dict[int, SecureClient] = {}
 
     def keep(
@@ -115,8 +117,8 @@ class SiteSums:
     def _secure(self, order: Order, asked: SecureStage) -> Done:
         stage = ProtocolStage(asked.stage)
         if stage == ProtocolStage.ADVERTISE:
-            self._begin(asked.sum, order)
-        elif asked.sum != self._agreed:
+            self._begin(asked, order)
+        elif replace(asked, stage=0) != self._agreed:
             raise OrderRefused("sum", "this site takes no part in this sum, or was started again")
 
         def say(client: int) -> dict[str, Tensor]:
@@ -126,8 +128,8 @@ class SiteSums:
             else:
                 message = bytes_of(order.tensors.get(TO_CLIENT.format(client)))
                 if stage == ProtocolStage.REVEAL:
-                    _, request = decode(asked.sum.session, message, RevealRequest)
-                    survivors = (asked.sum.clients[at] for at in request.survivors)
+                    _, request = decode(asked.session, message, RevealRequest)
+                    survivors = (asked.clients[at] for at in request.survivors)
                     self._kept.open(f"client {client}", survivors)
                 said = secure.receive(message)
             self._clients[client] = secure
@@ -137,7 +139,7 @@ class SiteSums:
         self._kept.note()
         return done
 
-    def _begin(self, agreed: SecureSettings, order: Order) -> None:
+    def _begin(self, agreed: SecureStage, order: Order) -> None:
         session, policy, kept = agreed.session, self._policy, self._kept
         if session.round_index != order.round or order.round != kept.round:
             raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
@@ -168,7 +170,7 @@ class SiteSums:
             self._clients = {
                 client: SecureClient(
                     session,
-                    agreed.place(client),
+                    agreed.clients.index(client),
                     kept.vectors[client],
                     used=kept.used[client],
                     signing_key=key,
@@ -181,25 +183,27 @@ class SiteSums:
             raise OrderRefused("sum", f"the sum: {error}") from None
 
     def _encrypted(self, order: Order, asked: EncryptedStage) -> Done:
-        agreed, kept, policy = asked.sum, self._kept, self._policy
-        if (agreed.run, agreed.round) != (order.run, order.round):
-            raise OrderRefused("sum", f"the sum is of {agreed.round} of run {agreed.run}")
+        kept, policy, rules = self._kept, self._policy, dict(self._kept.rules)
         if policy.sum_key is None:
             raise OrderRefused("policy", "the sum is encrypted, and site.yaml has no sum_key")
-        key = SumKey(policy.sum_key)
-        if asked.stage == "key":
-            return Done(tensors={KEY: as_tensor(self._sealed(key, agreed))})
-        sealed, rules = bytes_of(order.tensors.get(KEY)), dict(kept.rules)
-        if agreed.round != kept.round:
+        if order.round != kept.round:
             raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
-        layout = agreed.layout(sealed, str(rules.pop(TRAINED_ON, "")))
-        if rules != {"scheme": "ckks", "degree": agreed.degree}:
-            raise OrderRefused("sum", f"{agreed} is not what the configuration says: {rules}")
-        client = CKKSClient(layout, key.run_key(sealed, order.run, agreed.parameters))
+        trained = rules.pop(TRAINED_ON)
+        if rules.pop("scheme", "") != "ckks":
+            raise OrderRefused("sum", f"CKKS is not what the configuration says: {rules}")
+        key, parameters = SumKey(policy.sum_key), CKKSParameters(**rules)
+        if asked.stage == "key":
+            return Done(tensors={KEY: as_tensor(self._sealed(key, order.run, parameters))})
+        sealed = bytes_of(order.tensors.get(KEY))
+        # messages are for this opener of vectors that were trained with this order
+        purpose = f"{order.run} {asked.opener} {sha256(sealed).hexdigest()} {trained}".encode()
+        size = next(iter(kept.vectors.values())).size
+        layout = CKKSLayout(size, None, parameters, order.round, purpose)
+        client = CKKSClient(layout, key.run_key(sealed, order.run, parameters))
         if asked.stage == "open":
             return self._opened(client, asked, layout.decoded(bytes_of(order.tensors.get(TOTAL))))
-        policy.check_secure_sum(len(agreed.clients))
-        kept.begin(agreed.opener, "was encrypted for {} to open it")
+        policy.check_secure_sum(len(asked.clients))
+        kept.begin(asked.opener, "was encrypted for {} to open it")
 
         def say(one: int) -> dict[str, Tensor]:
             values = torch.from_numpy(kept.vectors[one])
@@ -208,34 +212,34 @@ class SiteSums:
 
         return _of_each(order, say, {FEWEST: policy.fewest_in_secure_sum})
 
-    def _sealed(self, key: SumKey, agreed: EncryptedSettings) -> bytes:
+    def _sealed(self, key: SumKey, run: str, parameters: CKKSParameters) -> bytes:
         """Return the encrypted key of the run, which a site makes once and keeps on disk."""
         if self._key_file.exists():
             sealed = self._key_file.read_bytes()
             try:
-                key.run_key(sealed, agreed.run, agreed.parameters)
+                key.run_key(sealed, run, parameters)
             except ValueError:
                 log.warning(
                     "the key in %s is of other parameters: there is a new one", self._key_file
                 )
             else:
                 return sealed
-        sealed = key.new_run_key(agreed.run, agreed.parameters)
+        sealed = key.new_run_key(run, parameters)
         with whole_file(self._key_file) as file:
             file.write(sealed)
         return sealed
 
     def _opened(self, client: CKKSClient, asked: EncryptedStage, total: Any) -> Done:
-        agreed, senders = asked.sum, asked.senders
-        if agreed.opener != self._policy.name:
-            raise OrderRefused("sum", f"{agreed.opener} is to open this sum")
+        senders = asked.senders
+        if asked.opener != self._policy.name:
+            raise OrderRefused("sum", f"{asked.opener} is to open this sum")
         self._policy.check_secure_sum(len(senders))
         if len(senders) < (fewest := max(each.fewest for each in senders)):
             raise OrderRefused(
                 "policy", f"a site wants {fewest} clients in a sum, and it is of {len(senders)}"
             )
         values = client.open(total, senders)
-        self._kept.begin(agreed.opener, "was encrypted for {} to open it")
+        self._kept.begin(asked.opener, "was encrypted for {} to open it")
         self._kept.open("this site", (each.client for each in senders))
         self._kept.count_opening()
         return Done(tensors={OPENED: values})

@@ -8,15 +8,20 @@ Below: the folder of the app that Flower sends to sites, with six lines of code 
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Mapping
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.transport.channel import Channel, Lost, ask, packed, status, unpacked
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.flower.transport.channel import Channel, ask, packed, state_of, unpacked
 
 try:
     from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -50,43 +55,63 @@ def make_server_app(run: Run | str, folder: Path) -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         from fl_lightning.flower.transport.grid import GridChannel, registered_names, turn
 
-        given = run
-        if isinstance(given, str):
-            module, _, name = given.partition(":")
-            given = getattr(import_module(module), name)
         options = {k: v for k, v in context.run_config.items() if not isinstance(v, bytes)}
         channel = GridChannel(grid, registered_names())
-        with turn(channel, options):
+        with _logged(str(options.get("log", ""))), turn(channel, options):
+            given = run
+            if isinstance(given, str):
+                module, _, name = given.partition(":")
+                given = getattr(import_module(module), name)
             given(channel, options, folder)
 
     app.main()(main)
     return app
 
 
+@contextmanager
+def _logged(log: str) -> Iterator[None]:
+    """Write all output into a file, which is locked meanwhile; Flower's account of an error is not in it."""
+    if not log:
+        yield
+        return
+    before = os.dup(1), os.dup(2)
+    with open(log, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            yield
+        except RoundFailure:  # it has told its reason
+            raise
+        except Exception:
+            traceback.print_exc()
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, original in enumerate(before, 1):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
 def _forward(message: Message, context: Context) -> Message:
-    """Pass an order to the resident process, and return its answer.
+    """Pass an order to the resident process, and return its answer; an empty message without one.
 
     Nothing is raised here: Flower would send the error's text to the server.
     """
     order = unpacked(message.content)
-    answer: bytes | Lost
     if order is None:
-        answer = Lost("its app failed")
+        answer = None
     else:
         answer = ask(Path(str(context.node_config["socket"])), order, message.metadata.ttl)
-    if isinstance(answer, Lost):
-        content = RecordDict({"lost": ConfigRecord({"category": answer.category})})
-    else:
-        content = packed(answer)
-    return Message(content, reply_to=message)
+    return Message(RecordDict() if answer is None else packed(answer), reply_to=message)
 
 
 def _introduce(message: Message, context: Context) -> Message:
     """Answer with the site's name and the state of its resident process."""
-    told = status(Path(str(context.node_config["socket"]))) or {"state": "not there"}
     facts: dict[str, Any] = {
         "site": str(context.node_config["site"]),
-        "state": str(told.get("state")),
+        "state": state_of(Path(str(context.node_config["socket"]))) or "not there",
         "fl-lightning": version("fl-lightning"),
         "flwr": version("flwr"),
     }

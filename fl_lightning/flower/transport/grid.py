@@ -24,12 +24,12 @@ from typing import Any
 
 import httpx
 from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from typing_extensions import override
 
 from fl_lightning.core.processes import holder_of, try_lock
 from fl_lightning.flower.site.ledger import whole_file
-from fl_lightning.flower.transport.channel import CATEGORIES, Category, Lost, packed, unpacked
+from fl_lightning.flower.transport.channel import Channel, packed, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -39,43 +39,26 @@ _POLL_SECONDS = 1.0
 _LOOK_SECONDS = 3.0
 _QUERY_TTL = 60.0
 _DOUBT_SECONDS = 20.0
-# Flower itself reports an order that is too old, unless its server is down
-_GRACE = 30.0
-_FACTS = (
-    "site",
-    "state",
-    "fl-lightning",
-    "flwr",
-)  # reported by the client app, see `make_client_app`
-_CATEGORIES: dict[int, Category] = {
-    ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app failed",
-    ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "its app failed",
-    ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
-    ErrorCode.NODE_UNAVAILABLE: "not there",
-    ErrorCode.MOD_FAILED_PRECONDITION: "its app failed",
-    ErrorCode.INVALID_FAB: "its app failed",
-    ErrorCode.CLIENT_APP_CRASHED: "its app failed",
-}
+# reported by the client app, see `make_client_app`
+_FACTS = ("site", "state", "fl-lightning", "flwr")
 
 
 @dataclass
 class _Sent:
-    """An order that has no outcome yet.
+    """The order that a site works on.
 
     Attributes:
-        site: name of the site.
-        until: time at which the order is given up.
+        id: Flower's id of the message.
         doubted_at: time at which the site is queried.
         idle: number of times in a row that the site has then said that it is idle.
     """
 
-    site: str
-    until: float
+    id: str
     doubted_at: float
     idle: int = 0
 
 
-class GridChannel:
+class GridChannel(Channel):
     """Channel to sites over Flower.
 
     Args:
@@ -86,39 +69,30 @@ class GridChannel:
     def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
         self._grid, self._names = grid, names
         self._nodes: dict[str, int] = {}  # nodes of idle sites, by site
-        self._orders: dict[str, _Sent] = {}
+        self._orders: dict[str, _Sent] = {}  # by site
         self._queries: dict[str, tuple[int, float]] = {}
-        self._came: list[tuple[str, bytes | Lost]] = []
+        self._came: list[tuple[str, bytes | None]] = []
         self._seen: dict[str, Mapping[str, str]] = {}
         self._looked = -_LOOK_SECONDS
 
+    @override
     def sites(self) -> list[str]:
-        """Return the names of the sites that are present and idle."""
         self._look()
-        busy = {sent.site for sent in self._orders.values()}
-        return sorted(set(self._nodes) - busy)
+        return sorted(self._nodes.keys() - self._orders.keys())
 
+    @override
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; `receive` returns the answer or a `Lost`.
-
-        Args:
-            site: name of the site.
-            message: bytes of the order.
-            ttl: seconds after which an answer is useless.
-        """
         self._look()
-        if any(sent.site == site for sent in self._orders.values()):
-            self._came.append((site, Lost("busy with an earlier order")))
-        elif site not in self._nodes:
-            self._came.append((site, Lost("not there")))
-        elif (id_ := self._push(packed(message), self._nodes[site], "train", ttl)) is None:
-            self._lose(site, "the network lost the message")
+        id_ = None
+        if site in self._nodes:
+            id_ = self._push(packed(message), self._nodes[site], "train", ttl)
+        if id_ is None:
+            self._lose(site, "it is not there")
         else:
-            now = time.monotonic()
-            self._orders[id_] = _Sent(site, now + ttl + _GRACE, now + _DOUBT_SECONDS)
+            self._orders[site] = _Sent(id_, time.monotonic() + _DOUBT_SECONDS)
 
-    def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
-        """Return answers to orders, or losses, with their sites, after at most this many seconds."""
+    @override
+    def receive(self, seconds: float) -> list[tuple[str, bytes | None]]:
         until = time.monotonic() + seconds
         while True:
             self._pull_answers()
@@ -130,24 +104,23 @@ class GridChannel:
             time.sleep(min(left, _POLL_SECONDS))
 
     def _pull_answers(self) -> None:
-        for reply in self._pull(list(self._orders)):
-            # only those that are open are asked for: none counts twice
-            sent = self._orders.pop(reply.metadata.reply_to_message_id, None)
-            if sent is not None:
-                outcome = _outcome(reply)
-                if isinstance(outcome, Lost):
-                    self._lose(sent.site, outcome.category)
-                else:
-                    self._came.append((sent.site, outcome))
-        for id_, sent in list(self._orders.items()):
-            if time.monotonic() > sent.until:
-                del self._orders[id_]
-                self._lose(sent.site, "no answer in time")
+        site_of = {sent.id: site for site, sent in self._orders.items()}
+        for reply in self._pull(list(site_of)):
+            site = site_of[reply.metadata.reply_to_message_id]
+            if reply.has_error():
+                self._lose(site, f"Flower's error {reply.error.code}")
+            elif (answer := unpacked(reply.content)) is None:
+                self._lose(site, "its process has not answered")
+            else:
+                del self._orders[site]
+                self._came.append((site, answer))
 
-    def _lose(self, site: str, category: Category) -> None:
+    def _lose(self, site: str, reason: str) -> None:
+        log.warning("site %s: an order is lost: %s", site, reason)
+        self._orders.pop(site, None)
         self._nodes.pop(site, None)  # until it says that it is free
         self._looked = -_LOOK_SECONDS
-        self._came.append((site, Lost(category)))
+        self._came.append((site, None))
 
     def _look(self) -> None:
         """Update the present sites; query nodes whose site is unknown."""
@@ -162,11 +135,11 @@ class GridChannel:
             return
         self._nodes = {name: node for name, node in self._nodes.items() if node in online}
         asked = {node for node, _ in self._queries.values()}
-        late = [sent.site for sent in self._orders.values() if sent.doubted_at < self._looked]
+        late = [site for site, sent in self._orders.items() if sent.doubted_at < self._looked]
         doubted = {self._nodes[site] for site in late if site in self._nodes}
         for node in (online - set(self._nodes.values()) | doubted) - asked:
             if (id_ := self._push(RecordDict(), node, "query", _QUERY_TTL)) is not None:
-                self._queries[id_] = node, time.monotonic() + _QUERY_TTL + _GRACE
+                self._queries[id_] = node, time.monotonic() + 1.5 * _QUERY_TTL
 
     def _pull_introductions(self) -> None:
         for reply in self._pull(list(self._queries)):
@@ -183,25 +156,24 @@ class GridChannel:
             log.error("node %d says it is %s, but its key is not of that site", node, name)
         elif not isinstance(name, str) or self._nodes.get(name, node) != node:
             log.error("node %d says it is %s, as another one does", node, name)
-        elif doubted := [id_ for id_, sent in self._orders.items() if sent.site == name]:
-            self._doubt(doubted[0], is_idle=state == "idle")
+        elif name in self._orders:
+            self._doubt(name, is_idle=state == "idle")
         elif state != "idle":
             log.warning("site %s: its process is %s", name, state)
         else:
             self._nodes[name] = node
             self._note_seen(name, {key: str(told.get(key)) for key in _FACTS})
 
-    def _doubt(self, id_: str, *, is_idle: bool) -> None:
+    def _doubt(self, site: str, *, is_idle: bool) -> None:
         """Count an order as lost if its site says twice that it is idle."""
         self._pull_answers()  # its own comes ahead of that to the query
-        if (sent := self._orders.get(id_)) is None:
+        if (sent := self._orders.get(site)) is None:
             return
         sent.idle = sent.idle + 1 if is_idle else 0
         if not is_idle:
             sent.doubted_at = time.monotonic() + _DOUBT_SECONDS
         elif sent.idle > 1:
-            del self._orders[id_]
-            self._lose(sent.site, "the network lost the message")
+            self._lose(site, "the network has lost the message")
 
     def _note_seen(self, name: str, told: Mapping[str, str]) -> None:
         """Store the report of a site for ``fl-lightning network status``."""
@@ -270,14 +242,3 @@ def _wait_for_server(error: httpx.HTTPError) -> None:
     if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500:
         raise error
     log.warning("Flower's server does not answer: %s", type(error).__name__)
-
-
-def _outcome(reply: Message) -> bytes | Lost:
-    if reply.has_error():
-        return Lost(_CATEGORIES.get(reply.error.code, "the network lost the message"))
-    answer = unpacked(reply.content)
-    if answer is not None:
-        return answer
-    told: Any = reply.content.get("lost") or {}
-    category = told.get("category")
-    return Lost(category if category in CATEGORIES else "its app failed")

@@ -1,121 +1,79 @@
 """A site's resident process: it keeps a model warm between the orders that reach it over a Unix socket.
 
 Flower starts a process for every message, which would import PyTorch and build the model each time. The
-resident process does so once. It works on one order at a time, and sends a sign of life every two seconds.
+resident process does so once. It works on one order at a time; others wait.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
-import queue
 import signal
+import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib import import_module
 from logging.handlers import RotatingFileHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.core.processes import holder_of, try_lock
-from fl_lightning.flower.transport.channel import (
-    ANSWER,
-    BUSY,
-    HEARTBEAT,
-    LOST,
-    ORDER,
-    SILENCE,
-    STATUS,
-    bind_socket,
-    check_socket_path,
-    limit_silence,
-    receive,
-    send,
-)
+from fl_lightning.flower.transport.channel import FAILED, ORDER, STATE, receive, send
 
 Handler = Callable[[bytes], bytes]
 
 log = logging.getLogger(__name__)
 AUDIT, AUDIT_FILE = "fl_lightning.audit", "audit.jsonl"
+# sun_path of the system's sockaddr_un: 108 bytes on Linux, 104 on macOS, one of them the zero
+_LONGEST_PATH = 103
 _POLL_SECONDS = 1.0
 
 
-@dataclass(eq=False)
-class _Job:
-    """The work on an order.
-
-    Attributes:
-        order: bytes of the order.
-        digest: SHA-256 of these bytes.
-        askers: number of connections that wait for the answer; work does not begin without any.
-        done: set when the work has ended.
-        answer: answer to the order; None if the work has failed.
-    """
-
-    order: bytes
-    digest: str
-    askers: int = 0
-    done: threading.Event = field(default_factory=threading.Event)
-    answer: bytes | None = None
-
-
 class Resident:
-    """Listens at a socket, and has a handler answer orders, one at a time, in threads of its own.
+    """Listens at a socket, and has a handler answer orders, one at a time; each connection has a thread.
 
     Args:
-        path: path of the socket.
+        path: path of the socket, which only its owner can open; its folder is made if it does not exist.
+        handler: returns the answer to an order; an exception is logged, and the asker gets none.
+
+    Raises:
+        ConfigurationError: if others could reach the socket, or another process serves it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._open: dict[str, _Job] = {}  # jobs that wait or are in work, by digest
-        self._state, self._since, self._order = "starting", time.time(), ""
+    def __init__(self, path: Path, handler: Handler) -> None:
+        self._path, self._handler = path, handler
+        self._at_work = threading.Lock()
         self._is_closed = threading.Event()
-        self._owned = _own(path)
-        self._listening = bind_socket(path)
+        _make_folder(path)
+        self._owned = path.with_name(f"{path.name}.lock").open("a+")
+        if not try_lock(self._owned):
+            with self._owned:
+                raise ConfigurationError(
+                    f"socket: process {holder_of(self._owned)} serves {path}: end it, or give this site "
+                    "another socket"
+                )
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path.unlink(missing_ok=True)  # of a process that was killed
+        self._listening.bind(str(path))
+        path.chmod(0o600)
+        self._listening.listen()
         self._listening.settimeout(_POLL_SECONDS)  # so that the thread sees the end
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
-
-    def begin(self, handler: Handler) -> None:
-        """Start to answer orders, first those that are waiting.
-
-        Args:
-            handler: returns the answer to an order; an exception is logged, and the asker gets a `Lost`.
-        """
-        self._set("idle")
-        threading.Thread(target=self._work, args=[handler], daemon=True, name="work").start()
 
     def close(self) -> None:
         """Stop listening; work that has begun is not interrupted."""
         self._is_closed.set()
-        self._jobs.put(None)
         self._listening.close()
         self._path.unlink(missing_ok=True)
         self._owned.close()
-
-    def _set(self, state: str, order: str = "") -> None:
-        self._state, self._since, self._order = state, time.time(), order
-
-    def _status(self) -> bytes:
-        told = {
-            "state": self._state,
-            "since": self._since,
-            "order": self._order,
-            "pid": os.getpid(),
-            "waiting": len(self._open),
-        }
-        return json.dumps(told).encode()
 
     def _accept(self) -> None:
         while not self._is_closed.is_set():
@@ -126,7 +84,6 @@ class Resident:
             except OSError:  # closed
                 return
             asker = Connection(connection.detach())
-            limit_silence(asker, SILENCE)
             threading.Thread(target=self._serve, args=[asker], daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
@@ -134,68 +91,50 @@ class Resident:
         with connection:
             try:
                 kind, content = receive(connection)
-                if kind == STATUS:
-                    send(connection, STATUS, self._status())
+                if kind == STATE:
+                    send(connection, STATE, b"busy" if self._at_work.locked() else b"idle")
                 elif kind == ORDER:
-                    self._answer(connection, content)
+                    with self._at_work:
+                        is_gone = connection.poll()  # an asker says no more until the answer
+                        answer = None if is_gone else self._answer(content)
+                    send(connection, FAILED if answer is None else ORDER, answer or b"")
             except (EOFError, OSError) as error:
                 log.warning("an asker is gone: %s", error)
 
-    def _answer(self, connection: Connection, order: bytes) -> None:
-        job = self._job(order)
+    def _answer(self, order: bytes) -> bytes | None:
+        """Return the handler's answer to an order; None if it has failed."""
+        name, begun = hashlib.sha256(order).hexdigest()[:16], time.monotonic()
         try:
-            while not job.done.wait(HEARTBEAT):
-                send(connection, BUSY, b"")
+            return self._handler(order)
+        except BaseException:  # whatever it says may hold data: the log has it, nobody else
+            log.exception("order %s: the handler failed", name)
+            return None
         finally:
-            with self._lock:
-                job.askers -= 1
-        if job.answer is None:
-            send(connection, LOST, b"its process failed")
-        else:
-            send(connection, ANSWER, job.answer)
-
-    def _job(self, order: bytes) -> _Job:
-        """Return the job of an order, which equal orders share until there is an answer."""
-        digest = hashlib.sha256(order).hexdigest()
-        with self._lock:
-            if digest not in self._open:
-                self._open[digest] = _Job(order, digest)
-                self._jobs.put(self._open[digest])
-            self._open[digest].askers += 1
-            return self._open[digest]
-
-    def _work(self, handler: Handler) -> None:
-        while (job := self._jobs.get()) is not None:
-            with self._lock:
-                if job.askers == 0:
-                    del self._open[job.digest]
-                    log.info("order %s: nobody waits for it any more", job.digest[:16])
-                    continue
-            self._set("busy", job.digest)
-            begun = time.monotonic()
-            try:
-                job.answer = handler(job.order)
-            except BaseException:  # whatever it says may hold data: the log has it, nobody else
-                log.exception("order %s: the handler failed", job.digest[:16])
-            took = time.monotonic() - begun
-            log.info("order %s: %.1f s", job.digest[:16], took)
-            with self._lock:
-                del self._open[job.digest]
-            self._set("idle")
-            job.done.set()
+            log.info("order %s: %.1f s", name, time.monotonic() - begun)
 
 
-def serve(
-    path: Path,
-    make_handler: Callable[[], Handler],
-    *,
-    meanwhile: Callable[[], None] | None = None,
-) -> None:
+def _make_folder(socket_path: Path) -> None:
+    """Make the folder of a socket, which nobody else may open."""
+    size, folder = len(os.fsencode(socket_path)), socket_path.parent
+    if size > _LONGEST_PATH:
+        raise ConfigurationError(
+            f"socket: {socket_path} has {size} bytes, but the system allows {_LONGEST_PATH} in the path of "
+            "a socket: give a shorter one, such as /run/fl_lightning/site.sock"
+        )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigurationError(
+            f"socket: others can open the folder {folder}: give one of your own, chmod 700"
+        )
+
+
+def serve(path: Path, handler: Handler, *, meanwhile: Callable[[], None] | None = None) -> None:
     """Answer orders until SIGTERM or Ctrl-C.
 
     Args:
         path: path of the socket.
-        make_handler: makes the handler of orders; orders wait until it returns.
+        handler: returns the answer to an order.
         meanwhile: function that the main thread runs while another thread handles orders; None to wait.
             When it returns, serving ends.
 
@@ -203,30 +142,14 @@ def serve(
         ConfigurationError: if the socket cannot be made, or another process serves it.
     """
     with raising_at_signals():
-        resident = Resident(path)
+        resident = Resident(path, handler)
         try:
-            handler = make_handler()
-            resident.begin(handler)
             log.info("ready at %s, process %d", path, os.getpid())
             (meanwhile or threading.Event().wait)()
         except Interrupted as stop:
             log.info("%s", stop)
         finally:
             resident.close()
-
-
-def _own(path: Path) -> TextIO:
-    """Lock a socket for this process, and return the open lock file, which the system closes at the end."""
-    check_socket_path(path)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = path.with_name(f"{path.name}.lock").open("a+")
-    if not try_lock(file):
-        with file:
-            raise ConfigurationError(
-                f"socket: process {holder_of(file)} serves {path}: end it, or give this site another "
-                "socket"
-            )
-    return file
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,20 +159,11 @@ def most_rounds(epsilon: Callable[[int], float], budget: float, limit: int) -> i
         >>> most_rounds(lambda rounds: 0.5 * rounds, budget=2.2, limit=100)
         4
     """
-    low, step = 0, 1
-    while low < limit and epsilon(min(limit, low + step)) <= budget:
-        low = min(limit, low + step)
-        step *= 2
-    high = min(limit, low + step)
-    if low == limit:
-        return low
-    while high - low > 1:  # ε(low) fits, ε(high) does not
-        middle = (low + high) // 2
-        if epsilon(middle) <= budget:
-            low = middle
-        else:
-            high = middle
-    return low
+    high = 1  # doubled first, because ε of many rounds takes long
+    while high < limit and epsilon(high) <= budget:
+        high *= 2
+    rounds = range(min(high, limit) + 1)
+    return max(0, bisect_right(rounds, budget, key=epsilon) - 1)
 
 
 _MOST = 1e6
@@ -218,15 +210,6 @@ def noise_for_budget(epsilon_of: EpsilonOf, budget: float) -> float:
             break
         high = below
     return _halved(epsilon_of, below, high, budget, quick=False)[1]
-
-
-def gaussian_noise_for_budget(share: float, budget: float, delta: float) -> float:
-    """Smallest z ≥ 0 for which `gaussian_epsilon` of ``z * share`` is at most the budget."""
-
-    def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
-        return gaussian_epsilon(noise_multiplier * share, delta)
-
-    return noise_for_budget(epsilon_of, budget)
 
 
 def _halved(

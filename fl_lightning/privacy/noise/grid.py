@@ -80,9 +80,9 @@ class Grid:
             draw: source of the coins.
 
         Example:
-            >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
+            >>> from fl_lightning.privacy.noise.noise_source import NoiseSource
             >>> grid = Grid(clip_norm=1.0, step=0.25)
-            >>> grid.to_steps(torch.tensor([0.5, -0.25]), SeededNoise(0).stream())
+            >>> grid.to_steps(torch.tensor([0.5, -0.25]), NoiseSource(0).stream())
             array([ 2, -1])
         """
         exact = vector.detach().cpu().double()
@@ -90,16 +90,6 @@ class Grid:
         if norm > self.clip_norm:
             exact = exact * (self.clip_norm / norm)
         return to_integers(exact, self.clip_norm, self.step, draw)
-
-    def noise(self, stddev: float, size: int, draw: Draw) -> Integers:
-        """Draw noise in integer steps, shape (size,); see `noise_of`.
-
-        Args:
-            stddev: standard deviation in the units of vectors, > 0.
-            size: number of draws.
-            draw: source of secret random words.
-        """
-        return noise_of(stddev / self.step, size, draw)
 
     def value(self, steps: Tensor) -> Tensor:
         """Convert steps into the units of vectors, float64, see `wide`."""
@@ -140,7 +130,7 @@ def noisy(vector: Tensor, clip_norm: float, stddev: float, draw: Draw) -> Tensor
         draw: source of the coins, and then of the noise.
     """
     grid = Grid.of(clip_norm, len(vector))
-    steps = grid.to_steps(vector, draw) + grid.noise(stddev, len(vector), draw)
+    steps = grid.to_steps(vector, draw) + noise_of(stddev / grid.step, len(vector), draw)
     return grid.value(torch.from_numpy(steps)).to(vector)
 
 
@@ -193,8 +183,3 @@ def to_integers(delta: Tensor, clip_norm: float, step: float, draw: Draw) -> Int
             whole: Integers = rounded.astype(np.int64)
             return whole
     raise ValueError(f"no rounding of {_MOST_TRIES} was short enough: is the vector clipped?")
-
-
-def from_integers(numbers: Integers, step: float, like: Tensor) -> Tensor:
-    """Convert integer steps into a vector with the dtype and device of ``like``, shape (k,)."""
-    return torch.from_numpy(numbers * step).to(like)

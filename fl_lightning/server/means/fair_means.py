@@ -24,7 +24,7 @@ the round changes only through the projection.
 from __future__ import annotations
 
 import math
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -162,15 +162,6 @@ class QFedAvg(WeightedMean):
     def close(self) -> Tensor:
         shortened = self._weight / (self._weight + self._curvature)
         return self._mean.value() * float(shortened)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"weight": self._weight, "curvature": self._curvature}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._weight, self._curvature = state["weight"].clone(), state["curvature"].clone()
 
 
 @final
@@ -323,15 +314,6 @@ class AFL(WeightedMean):
             _SHARES: torch.from_numpy(shares)[:, None],
         }
         return self._mean.value()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"losses": dict(self._losses)}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._losses = dict(state["losses"])
 
 
 def on_simplex(vector: npt.NDArray[np.float64], total: float = 1.0) -> npt.NDArray[np.float64]:

@@ -28,7 +28,7 @@ Problem in Heterogeneous Federated Optimization", equation 6 with τ_eff of sect
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -155,15 +155,6 @@ class OverlapMean(Aggregator):
     @override
     def untouched(self) -> Tensor:
         return self._weights == 0
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._mean, "weights": self._weights}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean.copy_(state["mean"])
-        self._weights.copy_(state["weights"])
 
 
 @final

@@ -14,7 +14,6 @@ mean is above 1.5e-11. It takes four times the memory of `RunningMean` in float3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,15 +63,6 @@ class RunningMean:
         total, weight = sums
         self._weight = float(weight)
         self._mean = total / self._weight if self._weight else torch.zeros_like(total)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the mean and its weight."""
-        return {"mean": self._mean, "weight": self._weight}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
-        self._mean.copy_(state["mean"])
-        self._weight = float(state["weight"])
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
@@ -155,12 +145,3 @@ class ExactMean:
     def load_sums(self, sums: list[Tensor]) -> None:
         """Replace the state by the `sums` added up over all processes."""
         self._high, self._low, self._weight, self._largest = sums
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far."""
-        return {"exact sums": self.sums()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
-        for own, saved in zip(self.sums(), state["exact sums"], strict=True):
-            own.copy_(saved)

@@ -210,29 +210,6 @@ class UpdateRows(Rows):
             everyone.append(replace(update, delta=vector))
         return everyone
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the updates; those in the file are memory-mapped, not read."""
-        return {
-            "rows": [torch.from_numpy(row) for row in self._sources(range(len(self)))],
-            "clients": [
-                {
-                    "buffers": update.buffers,
-                    "client_id": update.client_id,
-                    "num_examples": update.num_examples,
-                    "num_steps": update.num_steps,
-                    "metrics": dict(update.metrics),
-                    "effective_steps": update.effective_steps,
-                    "optimizer_steps": update.optimizer_steps,
-                }
-                for update in self._updates
-            ],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Add the updates from `state_dict`."""
-        for delta, client in zip(state["rows"], state["clients"], strict=True):
-            self.append(ClientUpdate(delta=delta, **client))
-
 
 class _View(Rows):
     """Rows computed from other rows, one block at a time."""

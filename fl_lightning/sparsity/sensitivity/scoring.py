@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.modules import modes_kept
@@ -36,8 +37,7 @@ class Scoring:
         max_examples: number of examples to score, the first of the batches; None for all.
         memory_limit: bytes of per-example gradients at a time, without activations. None is 64 MiB on
             a CPU, where gradients beyond its caches are slower than one example after the other,
-            and 2 GiB on an accelerator.
-        vectorize: compute the gradients of many examples together if the module supports it.
+            and 2 GiB on an accelerator. With 1, examples are scored one by one.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -47,7 +47,6 @@ class Scoring:
     logits: Logits = module_logits
     max_examples: int | None = None
     memory_limit: int | None = None
-    vectorize: bool = True
 
     def __post_init__(self) -> None:
         check_range("max_examples", self.max_examples, "at least 1", "; leave it out for all")
@@ -150,18 +149,14 @@ def map_batch(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         >>> map_batch(lambda tensor: tensor + 1, {"x": torch.zeros(2)})
         {'x': tensor([1., 1.])}
     """
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, (list, tuple)):
-        parts = [map_batch(function, part) for part in batch]
-        # the constructor of a named tuple takes one argument per part
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, dict):
-        return {key: map_batch(function, part) for key, part in batch.items()}
-    raise ConfigurationError(
-        f"batches to score are tensors in tuples, lists or dicts, this one holds a "
-        f"{type(batch).__name__}. Leave it out in the loader's collate_fn."
-    )
+    leaves, form = tree_flatten(batch)
+    others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
+    if others:
+        raise ConfigurationError(
+            f"batches to score are tensors in tuples, lists or dicts, this one holds a {others[0]}. "
+            "Leave it out in the loader's collate_fn."
+        )
+    return tree_unflatten(list(map(function, leaves)), form)
 
 
 def batch_size(batch: Any) -> int:
@@ -170,13 +165,8 @@ def batch_size(batch: Any) -> int:
     Raises:
         ConfigurationError: if they are not of one length.
     """
-    sizes: set[int] = set()
-
-    def note(tensor: Tensor) -> Tensor:
-        sizes.add(tensor.shape[0] if tensor.ndim else -1)
-        return tensor
-
-    map_batch(note, batch)
+    leaves = tree_leaves(map_batch(lambda tensor: tensor, batch))
+    sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
         raise ConfigurationError(
             "all tensors of a batch have an entry per example on their first axis; here the "

@@ -37,7 +37,7 @@ def block() -> Iterator[Row]:
     """The options of ``federation``."""
     at = "federation"
     yield from each(
-        at, local_epochs=COUNT, min_replies=COUNT, slots=COUNT, clients_per_group=COUNT,
+        at, local_epochs=COUNT, min_replies=COUNT, slots=COUNT,
         spot_check=PART, client_memory_gb=AT_LEAST_ZERO, seed=(-1, 2**70, "seed", 1.5),
         on_client_failure=CHOICE, engine=CHOICE, speedups=(["warp"], "all", [1]), client_state=(5,),
         updates=(5, [5], "everything"), download=(5, [5]),

@@ -1,8 +1,7 @@
-"""The "train dataloader" of a federated run: the groups of clients that make up a round.
+"""The "train dataloader" of a federated run: every round is one batch, the clients that train in it.
 
-Lightning's training epoch is one pass over the groups, each group a batch. Lightning saves with
-its loops whether the round is done. A round that was interrupted is trained again from its first client,
-with the same result. Each of several processes has its own share of the cohort, in as many groups.
+Lightning saves with its loops whether the round is done. A round that was interrupted is trained again
+from its first client, with the same result. Each of several processes has its own share of the cohort.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.processes.ranks import shares
 
-# Lightning lets the processes wait for each other at every batch: few groups, few waits.
-MAX_GROUPS_OF_SEVERAL_PROCESSES = 4
-
 
 class ClientGroup:
-    """Ids of clients that train together; a batch to Lightning.
+    """Ids of the clients of a round; a batch to Lightning.
 
     It is neither a tuple nor a dataclass: in those, Lightning would look for tensors, id by id.
 
@@ -43,12 +39,6 @@ class ClientGroup:
     def __iter__(self) -> Iterator[int]:
         return iter(self.ids)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClientGroup) and self.ids == other.ids
-
-    def __hash__(self) -> int:
-        return hash(self.ids)
-
     def __repr__(self) -> str:
         return f"ClientGroup({list(self.ids)})"
 
@@ -63,19 +53,14 @@ class Share:
     num_ranks: int  # number of processes
 
 
-class RoundGroups:
-    """Sized iterable over a round's groups; every round has the same number of groups.
-
-    Where the cohort's size varies (Poisson sampling), or the clients do not divide evenly, a group
-    may be empty or hold more clients than asked for.
+class RoundCohorts:
+    """Iterable over the one batch of a round, its clients; there may be none (Poisson sampling).
 
     Args:
         sampler: draws the cohort.
         population: the clients to draw from.
         seed: root seed of the draws.
         share: this process's part of every cohort; all of it if None.
-        clients_per_group: clients that train together, ≥ 1; several processes take larger groups where
-            there would be many.
         limit: most clients of a cohort (int), or the fraction of it (float), that train, lowest ids first:
             the Trainer's ``limit_train_batches``.
         fewest: fewest clients of a round; from a smaller cohort no client trains.
@@ -92,14 +77,13 @@ class RoundGroups:
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
         >>> population = Population(np.full(5, 10))
-        >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0)
-        >>> groups.set_epoch(7)
-        >>> len(groups), list(groups)
-        (3, [ClientGroup([2]), ClientGroup([3]), ClientGroup([4])])
+        >>> cohorts = RoundCohorts(UniformCohort(size=3), population, seed=0)
+        >>> cohorts.set_epoch(7)
+        >>> len(cohorts), list(cohorts)
+        (1, [ClientGroup([2, 3, 4])])
         >>> second = Share(population.num_examples, rank=1, num_ranks=2)
-        >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0, share=second)
-        >>> groups.groups(round_index=7)
-        [ClientGroup([3]), ClientGroup([])]
+        >>> RoundCohorts(UniformCohort(size=3), population, seed=0, share=second).clients(round_index=7)
+        ClientGroup([3])
     """
 
     def __init__(
@@ -109,18 +93,12 @@ class RoundGroups:
         seed: int,
         *,
         share: Share | None = None,
-        clients_per_group: int = 1,
         limit: float = 1.0,
         fewest: int = 1,
     ) -> None:
-        self.fewest = fewest
-        self._sampler = sampler
-        self.population = population
-        self.seed = seed
-        self._share = share
-        self._limit = limit
+        self.population, self.seed, self.fewest = population, seed, fewest
+        self._sampler, self._share, self._limit = sampler, share, limit
         self._is_limited = isinstance(limit, int) or limit < 1.0  # 1 is one client, 1.0 are all
-        num_ranks = share.num_ranks if share is not None else 1
         expected = sampler.expected_size(population.num_clients)
         self.num_clients = limited(expected, limit)
         if self.num_clients < 1:
@@ -128,16 +106,11 @@ class RoundGroups:
                 f"trainer.limit_train_batches {limit} of {expected} clients leaves none: it limits "
                 "the clients of a round, by their number or as a share of them"
             )
-        self._num_groups = -(-self.num_clients // (num_ranks * clients_per_group))
-        if num_ranks > 1:
-            self._num_groups = min(self._num_groups, MAX_GROUPS_OF_SEVERAL_PROCESSES)
-        self._round = 0
-        self._is_done = False
-        self._present: list[ClientGroup] = []
+        self._round, self._is_done = 0, False
         self.sampler = self  # where Lightning looks for `set_epoch`
 
     def __len__(self) -> int:
-        return self._num_groups
+        return 1
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next round, which is not done yet unless it is the current one."""
@@ -166,28 +139,21 @@ class RoundGroups:
         drawn = len(self._drawn(round_index)) if self.fewest > 1 else 0
         return drawn if drawn < self.fewest else 0
 
-    def groups(self, round_index: int) -> list[ClientGroup]:
-        """Return all groups of a round."""
+    def clients(self, round_index: int) -> ClientGroup:
+        """Return the clients of a round that this process trains."""
         ids = self._drawn(round_index)
         if len(ids) < self.fewest:
             ids = ids[:0]
         if self._share is not None:
-            work = self._share.work[ids]
-            ids = ids[shares(work, self._share.num_ranks)[self._share.rank]]
-        parts = [ids] if self._num_groups == 1 else np.array_split(ids, self._num_groups)
-        return [ClientGroup(part.tolist()) for part in parts]
+            ids = ids[shares(self._share.work[ids], self._share.num_ranks)[self._share.rank]]
+        return ClientGroup(ids.tolist())
 
     def __iter__(self) -> Iterator[ClientGroup]:
-        self._present = self.groups(self._round)
-        yield from () if self._is_done else self._present
-
-    @property
-    def whole(self) -> ClientGroup:
-        """All clients that this process trains in the current round."""
-        return ClientGroup(client for group in self._present for client in group)
+        if not self._is_done:
+            yield self.clients(self._round)
 
     def finish(self) -> None:
-        """Note that the round is done; only then its groups are not yielded again after resuming."""
+        """Note that the round is done; only then it is not yielded again after resuming."""
         self._is_done = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Processes that torchrun, SLURM or MPI have started are one run."""
+"""How many processes a fit has: those that a launcher has started, else one for each core."""
 
 import os
 import subprocess
@@ -7,9 +7,80 @@ from pathlib import Path
 
 import pytest
 import torch
+from toys import toy_data
 
-from fl_lightning.cli.devices import Started, started, take_what_was_started
+from fl_lightning import Federation, PoissonCohort, UniformCohort
+from fl_lightning.cli.devices import (
+    Started,
+    automatic_processes,
+    started,
+    take_what_was_started,
+)
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.processes.fork import can_fork
+
+OPEN = {
+    "accelerator": "cpu",
+    "devices": "auto",
+    "num_nodes": 1,
+    "strategy": "auto",
+    "plugins": None,
+    "fast_dev_run": False,
+    "limit_train_batches": None,
+}
+
+
+@pytest.fixture
+def three_cores(monkeypatch):
+    if not can_fork():
+        pytest.skip("processes cannot be forked here")
+    monkeypatch.setattr("fl_lightning.cli.devices.num_usable_cores", lambda: 3)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+@pytest.mark.usefixtures("three_cores")
+class TestOfItsOwn:
+    @pytest.mark.parametrize(
+        ("trainer", "cohort", "num_threads", "expected"),
+        [
+            ({}, None, None, 3),
+            ({}, None, 1, 3),
+            ({"strategy": "federated"}, None, None, 3),
+            ({}, UniformCohort(size=2), None, 2),
+            ({}, PoissonCohort(fraction=0.1), None, 1),
+            ({"limit_train_batches": 2}, None, None, 2),
+            ({"limit_train_batches": 0.5}, None, None, 3),
+            ({"limit_train_batches": 0.2}, None, None, 1),
+            # what the user has asked for stays
+            ({}, None, 2, 1),
+            ({"devices": 1}, None, None, 1),
+            ({"devices": "2"}, None, None, 1),
+            ({"accelerator": "gpu"}, None, None, 1),
+            ({"num_nodes": 2}, None, None, 1),
+            ({"strategy": "ddp"}, None, None, 1),
+            ({"fast_dev_run": True}, None, None, 1),
+            ({"plugins": ["something"]}, None, None, 1),
+        ],
+    )
+    def test_a_core_each_at_most_as_many_as_clients(self, trainer, cohort, num_threads, expected):
+        federation = Federation(cohort=cohort)
+        found = automatic_processes(OPEN | trainer, federation, toy_data(6), num_threads)
+        assert found == expected
+
+    @pytest.mark.parametrize(
+        "environment",
+        [
+            {"LOCAL_RANK": "0"},
+            {"TORCHELASTIC_RUN_ID": "1"},
+            {"LSB_JOBID": "1", "LSB_DJOB_RANKFILE": "x", "JSM_NAMESPACE_LOCAL_RANK": "0"}
+            | {"JSM_NAMESPACE_SIZE": "1"},
+        ],
+    )
+    def test_one_where_a_launcher_has_started_others(self, monkeypatch, environment):
+        for name, value in environment.items():
+            monkeypatch.setitem(os.environ, name, value)
+        assert automatic_processes(OPEN, Federation(), toy_data(6), None) == 1
+
 
 CONFIG = Path(__file__).with_name("small_run.yaml")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
