@@ -236,6 +236,14 @@ def test_every_link_inside_the_repository_leads_somewhere(page):
             assert anchor in anchors(path), f"{page.name}: {link['target']}"
 
 
+_SOURCE = re.compile(r"[A-Z][\w-]+(?: et al\.|(?:, [A-Z]\w+)* and [A-Z]\w+)\s(?:19|20)\d\d")
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_source_is_a_link(page):
+    assert not _SOURCE.findall(_LINK.sub("", without_code(page.read_text())))
+
+
 def test_every_page_can_be_reached_from_the_readme():
     seen, ahead = set(), [ROOT / "README.md"]
     while ahead:
