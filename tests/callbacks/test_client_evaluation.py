@@ -121,26 +121,11 @@ class TestMetricObjects:
         right = float((module.net(x).argmax(1) == y).float().mean())
         assert reported[f"{SHORT[stage]}/right"] == pytest.approx(right, abs=1e-6)
 
-    def test_in_the_test_after_a_fit(self, run):
-        module, data, trainer = run
-        trainer.test(module, datamodule=data, verbose=False)
-        check(module, data, trainer, "test")
-
     def test_the_modules_own_validation_goes_on_where_it_was(self, run):
         module, data, trainer = run
         module.val_right.update(torch.eye(3), torch.tensor([0, 1, 0]))
         evaluate_clients(trainer, data, "validation")
         assert float(module.val_right.compute()) == pytest.approx(2 / 3)
-
-
-def test_every_clients_figures_are_there_in_python_without_a_logger():
-    torch.manual_seed(0)
-    module, data, evaluation = Scored(), toy_data(**OPTIONS), ClientEvaluation()
-    assert evaluation.per_client == {}
-    toy_trainer(evaluation).validate(module, datamodule=data, verbose=False)
-    found = {client: metrics["val/right"] for client, metrics in evaluation.per_client.items()}
-    expected = counted(module, data, "validation")
-    assert found == pytest.approx({c: right / number for c, (right, number) in expected.items()})
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2]), (2, [1, 2]), (0, [2])])

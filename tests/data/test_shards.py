@@ -117,12 +117,6 @@ class TestGather:
         for one, other in zip(found, next(iter(loader)), strict=True):
             assert torch.equal(one, other)
 
-    def test_a_collate_function_of_ones_own_gets_examples(self):
-        for dataset in (TensorDataset(X, Y), Pairs(), Subset(Pairs(), range(12))):
-            reader = batch_reader(dataset, lambda rows: [int(y) for _, y in rows])
-            labels = reader(torch.tensor([3, 4]))
-            assert labels == [3, 4]
-
     def test_a_subclass_of_a_tensor_data_set_keeps_its_own_examples(self):
         class Negated(TensorDataset):
             def __getitem__(self, index):

@@ -333,10 +333,10 @@ def folder_batch(
             f"images {folder}: {len(loaded.class_names)} classes, and num_classes is {num_classes}: "
             "raise it"
         )
-    files: Any = loaded.train
+    rows: Any = loaded.train
     generator = torch_generator(seed, "proxy batch")
-    chosen = torch.randperm(len(files), generator=generator)[:batch_size]
-    batch = files.pixels(chosen).float()
+    chosen = rows.select(torch.randperm(len(rows), generator=generator)[:batch_size])
+    batch = chosen.images.float()
     if in_channels == 1:
         batch = batch.mean(1, keepdim=True)
-    return (batch - batch.mean()) / batch.std().clamp_min(1e-6), files.targets[chosen]
+    return (batch - batch.mean()) / batch.std().clamp_min(1e-6), chosen.targets
