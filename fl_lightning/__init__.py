@@ -13,6 +13,7 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.secure`: means of updates that the server cannot read
 - `fl_lightning.engines`: many clients in one step, and steps compiled
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
+- `fl_lightning.reports`: pages and figures of runs, progress and log files
 - `fl_lightning.callbacks`: mask calibration, per-client evaluation, backdoors, retention
 - `fl_lightning.nas`: architecture search
 - `fl_lightning.flower`: the same rounds over a real network

@@ -1,6 +1,7 @@
 """The README, the pages that say what to type, and the commands in them, for the tests that type them."""
 
 import re
+import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -14,12 +15,21 @@ MANUAL = "\n".join(
 
 
 def commands(text=MANUAL):
-    """Every command of the manual once: what ``&&`` joins, and those inside a sentence, too."""
-    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    typed = "\n".join([*blocks, *re.findall(r"`(uv run [^`]+)`", text)])
+    """Every command of a text once: what ``&&`` joins, and those inside a sentence, too."""
+    fences = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fences.findall(text) if language == "bash"]
+    spans = re.findall(r"`((?:uv run|fl-lightning) [^`]+)`", fences.sub("", text))
+    typed = "\n".join([*blocks, *(span.replace("\n", " ") for span in spans)])
     lines = [line for line in typed.replace("\\\n", " ").splitlines() if not line.startswith("#")]
     joined = (part.strip() for line in lines for part in line.split("&&"))
     return list(dict.fromkeys(part for part in joined if part))
+
+
+def words_of(command):
+    """The words after ``uv run``, which only chooses the environment."""
+    words = shlex.split(command, comments=True)
+    program = re.match(r"uv run (--(?:extra|group) \w+ )?", command)
+    return words[len(program[0].split()) :] if program else words
 
 
 def first_with(words):

@@ -18,6 +18,8 @@ from fl_lightning.cli import main
 from fl_lightning.data import Digits
 
 DOCS = ROOT / "docs"
+READ = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("algorithms/*.md"))]
+LANGUAGES = ("bash", "python", "text", "toml", "yaml")
 
 
 def blocks(page, language="python"):
@@ -31,10 +33,50 @@ def run_block(block, names=None):
     return names
 
 
+# pages whose Python has a test of its own, and where; all others run here, from top to bottom
+OWN_PYTHON = {
+    **dict.fromkeys(["coming_from", "data", "get_started", "reports", "terminal"], "test_pages.py"),
+    "architecture_search": "nas/test_architecture_search_doc.py",
+    "extending": "test_extending.py",
+    "language_models": "test_how_to.py",
+    "network": "flower/test_network_doc.py",
+    "own_spaces": "nas/test_own_spaces.py",
+    "sweeps": "experiments/test_sweeps_doc.py",
+}
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in READ if "\n```python\n" in p.read_text() and p.stem not in OWN_PYTHON],
+    ids=lambda page: page.stem,
+)
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+def test_the_python_of_a_page_runs(page):
+    names = {}
+    for block in blocks(page):
+        run_block(block.replace("max_epochs=20", "max_epochs=1"), names)
+
+
+def test_python_that_does_not_run_here_runs_elsewhere():
+    for page, test in OWN_PYTHON.items():
+        assert blocks(f"{page}.md")
+        assert page in (ROOT / "tests" / test).read_text()
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_block_says_its_language(page):
+    """So that no command and no Python escapes the tests; what a program prints is text."""
+    for language, block in FENCE.findall(page.read_text()):
+        assert language in LANGUAGES or language.startswith("{"), block
+        if language == "text":
+            assert not re.match(r"(uv|pip|python|torchrun|fl-lightning|import|from) ", block), block
 
 
 def test_the_python_of_the_page_on_data_does_what_is_said():
@@ -134,9 +176,22 @@ def test_the_port_of_flowers_example_is_on_the_page_and_trains(tmp_path):
     assert torch.isfinite(losses["clients/test_loss_mean"])  # each client's own fifth
 
 
-def test_the_python_of_the_cheat_sheet_runs():
-    [block] = blocks("cheat_sheet.md")
-    assert run_block(block)["trainer"].global_step == 1
+def test_the_script_of_a_project_has_the_options_that_the_page_names(tmp_path, monkeypatch, capsys):
+    [block] = blocks("get_started.md")
+    page = (DOCS / "get_started.md").read_text()
+    words = re.search(r"`python (main.py fit [^`]*)`", page)[1].split()
+    main(["init", "my_project"])
+    monkeypatch.chdir("my_project")
+    monkeypatch.syspath_prepend(tmp_path / "my_project")
+    monkeypatch.setattr(sys, "argv", [*words, "--print_config"])
+    with pytest.raises(SystemExit) as end:
+        run_block(block, {"__name__": "__main__"})
+    shown = yaml.safe_load(
+        capsys.readouterr().out.partition("seed_everything")[2].partition("\n")[2]
+    )
+    assert end.value.code == 0
+    assert shown["model"]["lr"] == 0.1
+    assert shown["data"]["source"]["init_args"]["batch_size"] == 32
 
 
 def test_every_family_of_the_decision_table_has_a_page():
@@ -179,6 +234,14 @@ def test_every_link_inside_the_repository_leads_somewhere(page):
         assert path.exists(), f"{page.name}: {link['target']}"
         if anchor:
             assert anchor in anchors(path), f"{page.name}: {link['target']}"
+
+
+_SOURCE = re.compile(r"[A-Z][\w-]+(?: et al\.|(?:, [A-Z]\w+)* and [A-Z]\w+)\s(?:19|20)\d\d")
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_source_is_a_link(page):
+    assert not _SOURCE.findall(_LINK.sub("", without_code(page.read_text())))
 
 
 def test_every_page_can_be_reached_from_the_readme():

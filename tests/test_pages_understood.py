@@ -5,13 +5,14 @@ import inspect
 import pkgutil
 import re
 import runpy
-import shlex
 
 import pytest
 import yaml
-from readme import ROOT, commands
+from readme import ROOT, commands, words_of
 
 from fl_lightning.cli import main
+from fl_lightning.cli.commands import parser_of
+from fl_lightning.cli.configs import with_paths
 from fl_lightning.experiments.experiment import Experiment
 
 DOCS = ROOT / "docs"
@@ -45,16 +46,18 @@ BLOCKS = [
     for number, block in enumerate(blocks(page))
     if yaml.safe_load(block) not in ALGORITHMS.values()  # test_algorithm_configs runs those
 ]
-COMMANDS = [
-    command
-    for page in PAGES
-    if page.stem not in READ_ELSEWHERE
-    for command in commands(page.read_text())
-    if re.search(r"\bfl-lightning (?!\S*\[)", command)
-    and command not in commands()  # test_house reads the manual's
-    and "fl-lightning network" not in command  # test_network_doc reads those
-    and "fl-lightning report" not in command  # takes a run, and no configuration
-]
+OF_FITS = ("fit", "validate", "test", "predict", "compare")
+COMMANDS = list(
+    dict.fromkeys(
+        command
+        for page in PAGES
+        if page.stem not in READ_ELSEWHERE
+        for command in commands(page.read_text())
+        if words_of(command)[0] == "fl-lightning"
+        and words_of(command)[1] not in ("init", "configs", "--version")  # typed as they are
+        and re.search(r" -|report \S", command)  # more than a command's name
+    )
+)
 
 
 def understood(arguments, monkeypatch, capsys):
@@ -78,11 +81,24 @@ def test_yaml_is_understood(block, tmp_path, monkeypatch, capsys):
         assert re.search(rf"class_path: [\w.]*\b{name.rpartition('.')[2]}\n", shown), name
 
 
+def with_quickstart(words):
+    """Replace the reader's own configurations, which have no folder, by the quickstart."""
+    names = ("FILE", "NAME", "config.yaml", "experiment.yaml", "mine.yaml", "run.yaml")
+    return with_paths([QUICKSTART if word in names else word for word in words])
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_understood(command, monkeypatch, capsys):
-    words = shlex.split(command, comments=True)
-    arguments = words[words.index("fl-lightning") + 1 :]
-    assert "class_path: " in understood(arguments, monkeypatch, capsys)
+    _, name, *words = words_of(command)
+    monkeypatch.chdir(ROOT)
+    if name not in OF_FITS:
+        own = words[: words.index("--")] if "--" in words else words
+        parser_of(name).parse_args(with_quickstart(own))
+    elif any(word.endswith("help") for word in words):
+        main([name, *words])
+        assert "federation." in capsys.readouterr().out
+    else:
+        assert "class_path: " in understood([name, *with_quickstart(words)], monkeypatch, capsys)
 
 
 def test_the_experiment_on_its_page_is_one():

@@ -21,10 +21,14 @@ import matplotlib.image
 import numpy as np
 import pytest
 import typed
-from readme import MANUAL, ROOT, commands, first_with
+from readme import MANUAL, ROOT, commands, first_with, words_of
 from small_sets import write_folder, write_pickles
 
 QUICKSTART = first_with("configs/quickstart.yaml")
+NAMED = first_with("fl-lightning fit --config quickstart")
+INIT = first_with("fl-lightning init my_project --template")
+PROJECT = first_with("--config config.yaml")
+EXPORT = [command for command in commands() if "fl-lightning export" in command]
 CENTRAL = first_with("configs/centralized.yaml")
 RESUME = first_with("--ckpt_path last")
 TEST = first_with("fl-lightning test")
@@ -50,9 +54,14 @@ A_SMALL_VIT = (
 )
 
 NOT_TYPED = {
-    "pip install uv": "needs a network, and who runs the tests has an environment",
-    "uv run tensorboard --logdir runs": "serves until somebody stops it",
-    "uv run --group dev pytest": "is what runs this",
+    **dict.fromkeys((c for c in commands() if "pip install" in c), "needs a network"),
+    **dict.fromkeys((c for c in commands() if "tensorboard" in c), "serves until it is stopped"),
+    **dict.fromkeys(
+        (c for c in commands() if re.search("pytest|ruff|mypy|sphinx|python docs/", c)),
+        "checks the checkout, or writes into it",
+    ),
+    "fl-lightning init my_project": "is the command with --template images",
+    "cd my_project": "the next command starts there",
     first_with("--rivals"): "makes an environment for each of the other frameworks",
     **dict.fromkeys(
         (c for c in commands() if "mask_rules" in c),
@@ -97,6 +106,8 @@ NOT_TYPED = {
 }
 # what has to be typed before a command, in this order
 BEFORE = {
+    PROJECT: [INIT],
+    **{command: [QUICKSTART] for command in EXPORT},
     CENTRAL: [QUICKSTART],  # so that the quickstart is version_0
     RESUME: [QUICKSTART],
     TEST: [QUICKSTART],
@@ -107,6 +118,8 @@ BEFORE = {
 SHORTER = {
     SPARSE: "-- --trainer.max_epochs 1 --data.init_args.source.init_args.val_fraction 0.8",
     QUICKSTART: "--trainer.max_epochs 10",
+    NAMED: "--trainer.max_epochs 1 --report false --trainer.logger.init_args.save_dir named",
+    PROJECT: "--trainer.max_epochs 1 --report false",
     RESUME: "--trainer.max_epochs 10 --report false",
     CENTRAL: "--trainer.max_epochs 5 --report false",
     CIFAR100: f"{A_SMALL_VIT} --report false",
@@ -164,8 +177,8 @@ def environment(command, folder):
 
 def run(command, folder):
     """Run a command in the folder, as ``uv run`` would."""
-    assert command.startswith("uv run "), command
-    words = shlex.split(command, comments=True)[2:] + shlex.split(SHORTER.get(command, ""))
+    words = words_of(command) + shlex.split(SHORTER.get(command, ""))
+    folder = folder / "my_project" if command == PROJECT else folder
     way = run_anew if command in STARTED_ANEW else run_forked
     began = time.monotonic()
     code, out, err = way(words, folder, environment(command, folder))

@@ -7,9 +7,14 @@ their own options.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace, dict_to_namespace
@@ -82,8 +87,30 @@ def check_values(configuration: Any) -> None:
     seed = configuration.get("seed_everything")
     raise_together(
         partial(_check_number, "seed_everything", seed, f"from 0 to {2**32 - 1}", ", or false"),
+        lambda: _check_time(trainer.get("max_time")),
+        lambda: _check_folder(trainer.get("default_root_dir")),
         *checks,
     )
+
+
+def _check_time(value: Any) -> None:
+    is_text = isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value)
+    with suppress(TypeError):  # of a mapping with other names, and of everything else
+        if value is None or is_text or isinstance(value, timedelta) or timedelta(**value).days >= 0:
+            return
+    raise ConfigurationError(
+        "trainer.max_time must be a time such as 00:12:00:00 (days, hours, minutes, seconds), or a "
+        f"mapping such as hours: 2, got {value}"
+    )
+
+
+def _check_folder(value: Any) -> None:
+    folder = Path(value or ".")
+    nearest = next((path for path in (folder, *folder.parents) if path.exists()), Path())
+    if not nearest.is_dir() or nearest.is_relative_to("/proc") or not os.access(nearest, os.W_OK):
+        raise ConfigurationError(
+            f"trainer.default_root_dir must be a folder that can be written to, got {value}"
+        )
 
 
 def _check_number(what: str, value: Any, allowed: str, advice: str = "") -> None:

@@ -111,6 +111,13 @@ def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
     return f"{inside}{joint}{text}"
 
 
+# words ahead of Lightning's own message, where that lacks the option's name or the allowed values
+_ADDED = (
+    ("No supported gpu", "accelerator must be cpu or auto on this machine: "),
+    ("Found more than one stateful callback", "callbacks must hold one of a kind at most: "),
+)
+
+
 def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> Trainer:
     """Build a Trainer.
 
@@ -126,7 +133,9 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
     except ConfigurationError:
         raise
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
-        text = _with_path(str(error), "trainer", options) or f"trainer: {error}"
+        start = next((words for said, words in _ADDED if str(error).startswith(said)), "")
+        said = f"{start}{error}"
+        text = _with_path(said, "trainer", options) or f"trainer: {said}"
         named = re.match(r"trainer\.(\w+)", text)
         value = str(options[named[1]]) if named and named[1] != "callbacks" else ""
         given = "" if value in text else f", got {value}"

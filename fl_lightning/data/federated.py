@@ -14,12 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import (
-    DataLoader,
     Dataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    WeightedRandomSampler,
 )
 from typing_extensions import override
 
@@ -45,7 +40,7 @@ from fl_lightning.data.inputs import (
     with_transforms,
 )
 from fl_lightning.data.partitions.partition import IID, Partition
-from fl_lightning.data.roles import Roles, check_fractions, divide, partners
+from fl_lightning.data.roles import Roles, check_drawn_once, check_fractions, divide, partners
 from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import Read, TrainingSet, check_loader
@@ -167,27 +162,11 @@ class FederatedDataModule(ForwardingDataModule):
         if self._rounds is not None:
             return self._rounds
         if self.search_fraction or self.example_transforms:
-            return self._pooled_loader()
+            examples = self.train_indices
+            weights, read = self.weights_of(examples), lambda some: self.train_batch(examples[some])
+            return self._training.pooled(len(examples), weights, self.batch_size, read)
         self._is_central = True
         return self.changed(self.source.train_dataloader())
-
-    def _pooled_loader(self) -> DataLoader[Any]:
-        """Return a loader over all clients' training examples, for a central run."""
-        examples = self.train_indices
-        places: Any = range(len(examples))
-        weights = self.weights_of(examples)
-        sampler: Sampler[int] = RandomSampler(places)
-        if weights is not None:
-            sampler = WeightedRandomSampler(weights.tolist(), len(examples))
-        elif isinstance(self.source.train_dataloader().sampler, SequentialSampler):
-            sampler = SequentialSampler(places)
-        return DataLoader(
-            places,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            drop_last=self.drop_last,
-            collate_fn=lambda some: self.train_batch(examples[some]),
-        )
 
     def train_in_rounds(self, rounds: Any) -> None:
         """Set what `train_dataloader` returns, the clients of rounds; None for central training."""
@@ -269,13 +248,8 @@ class FederatedDataModule(ForwardingDataModule):
         if self.label_column is not None:
             _ = self.labels  # refused if wrong, also by a partition without labels
         drawn = self._training.drawn.indices
-        holds_out = self.client_val_fraction or self.client_test_fraction
-        if drawn is not None and holds_out and len(drawn.unique()) < len(drawn):
-            raise ConfigurationError(
-                "client_val_fraction and client_test_fraction need a sampler that draws each example once, "
-                f"got {len(drawn)} draws of {len(drawn.unique())} examples: a client would hold out "
-                "examples that it also trains on. Draw by weights (WeightedRandomSampler) instead"
-            )
+        if drawn is not None and (self.client_val_fraction or self.client_test_fraction):
+            check_drawn_once(drawn)
         shards = divide(
             self.train_dataset,
             drawn,

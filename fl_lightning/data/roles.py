@@ -118,6 +118,16 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
         )
 
 
+def check_drawn_once(drawn: Tensor) -> None:
+    """Raise ConfigurationError if a sampler draws examples twice, of which clients hold some out."""
+    if len(drawn.unique()) < len(drawn):
+        raise ConfigurationError(
+            "client_val_fraction and client_test_fraction need a sampler that draws each example once, "
+            f"got {len(drawn)} draws of {len(drawn.unique())} examples: a client would hold out "
+            "examples that it also trains on. Draw by weights (WeightedRandomSampler) instead"
+        )
+
+
 def partners(training: FlatShards, search: FlatShards) -> Tensor:
     """Partner of each training example in a search, by number of the example; -1 for other examples.
 

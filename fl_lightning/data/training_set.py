@@ -26,6 +26,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
@@ -129,6 +130,30 @@ class TrainingSet:
         if _gathers(dataset, self._loader.collate_fn):
             return bool(getattr(dataset, "is_deterministic", False))
         return type(dataset) is TensorDataset and self._loader.collate_fn is default_collate
+
+    def pooled(
+        self,
+        num_examples: int,
+        weights: Tensor | None,
+        batch_size: int,
+        read: Callable[[list[int]], Any],
+    ) -> DataLoader[Any]:
+        """Return a loader over examples of all clients, in the order that the source's loader has.
+
+        Args:
+            num_examples: number of the examples.
+            weights: their weights for draws with replacement; None to draw each once.
+            batch_size: examples per batch.
+            read: returns a batch, by positions of the examples.
+        """
+        places: Any = range(num_examples)
+        sampler: Sampler[int] = RandomSampler(places)
+        if weights is not None:
+            sampler = WeightedRandomSampler(weights.tolist(), num_examples)
+        elif isinstance(self._loader.sampler, SequentialSampler):
+            sampler = SequentialSampler(places)
+        drop_last = bool(self.option("drop_last"))
+        return DataLoader(places, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=read)
 
     def reader(self, *, augmented: bool = False) -> Read:
         """Return a function from indices, shape (B,), to a batch of the loader.

@@ -65,13 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> None:
-    """Run the command; ends the process with code 1 if a run failed.
-
-    Args:
-        given: the parsed options of the command.
-        options: words of the command line that are added to every run.
-        resolve: function from the words of a fit's command line to the complete configuration as YAML.
-        fit: function that runs a fit's command line; it is called in another process.
+    """Run the command, with words that are added to every run; ends the process with code 1 if a run failed.
 
     Raises:
         ConfigurationError: before any run starts, if an option or a configuration is refused.

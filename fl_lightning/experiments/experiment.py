@@ -173,6 +173,7 @@ def read_seeds(seeds: list[int] | int | str, owner: str) -> list[int]:
         ) from None
 
 
+# Returns the complete configuration, as YAML, for the words of a fit's command line.
 Resolve = Callable[[list[str]], str]
 
 
@@ -216,7 +217,7 @@ def plan_runs(
         experiment: the experiment.
         out: folder of the experiment.
         options: further words of every run's command line; they override the file.
-        resolve: function from the words of a fit's command line to the complete configuration as YAML.
+        resolve: resolves a run's command line.
 
     Raises:
         ConfigurationError: naming the variant whose configuration is refused.

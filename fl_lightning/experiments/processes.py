@@ -209,11 +209,7 @@ class Running:
 class RunPool:
     """Worker processes that train runs, with a progress bar for each.
 
-    Args:
-        context: multiprocessing context of the workers.
-        fit: function that runs a fit's command line.
-        watch: progress bars of the runs.
-        metric: metric that workers send after every round, and then wait for an answer; None for none.
+    With a metric, workers send its values after every round, and then wait for an answer.
     """
 
     def __init__(self, context: Any, fit: Fit, watch: Watch, metric: str | None = None) -> None:
@@ -273,7 +269,7 @@ def train_all(
     Args:
         runs: the runs; a run that others start from comes ahead of them.
         context: multiprocessing context of the workers.
-        fit: function that runs a fit's command line.
+        fit: runs a fit's command line.
         workers: number of processes at a time, at least 1.
 
     Returns:

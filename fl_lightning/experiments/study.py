@@ -27,6 +27,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.engine import make_url
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
@@ -53,8 +54,7 @@ def open_study(search: Search, plan: Plan, storage: str | None, name: str) -> op
     Args:
         search: options of the search.
         plan: plan of the search.
-        storage: URL of a database, or path of a journal file that many machines share; a SQLite file in
-            the folder of the search if None.
+        storage: URL of a database or path of a journal file; a SQLite file in the search's folder if None.
         name: name of the study in the storage.
 
     Raises:
@@ -95,18 +95,14 @@ def _storage(given: str | None, out: Path) -> BaseStorage:
         ) from None
 
 
-def _without_password(url: str) -> str:
-    """Return a database's URL with its password replaced by stars.
+def _without_password(where: str) -> str:
+    """Return a database's URL with its password replaced by stars; a path is returned unchanged.
 
     Example:
         >>> _without_password("postgresql://me:secret@host/study")
         'postgresql://me:***@host/study'
     """
-    scheme, _, rest = url.partition("://")
-    user, at, host = rest.rpartition("@")
-    if not at or ":" not in user:
-        return url
-    return f"{scheme}://{user.partition(':')[0]}:***@{host}"
+    return make_url(where).render_as_string() if "://" in where else where
 
 
 def _identity(search: Search, plan: Plan) -> dict[str, Any]:

@@ -166,11 +166,7 @@ class Plan:
         return None if any(key is None for key in keys.values()) else keys
 
     def with_keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration with the values that Optuna's names stand for.
-
-        Args:
-            keys: name of the value, by path of the option.
-        """
+        """Return the configuration with the values that Optuna's names stand for, by path of the option."""
         values = {
             self.places[path]: self.parameters[path].value_of(key) for path, key in keys.items()
         }
@@ -181,13 +177,7 @@ class Plan:
         return self.out / f"trial_{number:04d}"
 
     def run(self, number: int, keys: Mapping[str, Any], seed: int) -> PlannedRun:
-        """Return the run of a trial with a seed.
-
-        Args:
-            number: number of the trial.
-            keys: name of the value, by path of the option.
-            seed: seed of the run.
-        """
+        """Return the run of a trial with a seed; ``keys`` are Optuna's names of its values, by path."""
         folder = self.folder(number)
         # the test set must not influence the choice
         text = as_text({**self.with_keys(keys), "test_after_fit": False})
@@ -204,7 +194,7 @@ def plan_search(
         configs: further files of the configuration.
         options: further words of every run's command line.
         out: folder of the search.
-        resolve: function from the words of a fit's command line to the complete configuration as YAML.
+        resolve: resolves a run's command line.
 
     Raises:
         ConfigurationError: if the configuration, or a value of the space, is refused.

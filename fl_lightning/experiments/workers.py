@@ -87,13 +87,7 @@ class Held:
 
 
 class Trials:
-    """The trials of a study, which other commands may run as well.
-
-    Args:
-        study: Optuna's study.
-        search: options of the search.
-        plan: plan of the search.
-    """
+    """The trials of a study, which other commands may run as well."""
 
     def __init__(self, study: optuna.Study, search: Search, plan: Plan) -> None:
         self.study, self.search, self.plan = study, search, plan
@@ -201,13 +195,7 @@ class TrialsFail(RuntimeError):  # noqa: N818 - the name says what is wrong
 
 
 class Workers:
-    """Trains trials in worker processes, and stops those that the pruner rejects.
-
-    Args:
-        trials: the trials of the study.
-        fit: function that runs a fit's command line.
-        context: multiprocessing context of the workers.
-    """
+    """Trains trials in worker processes, and stops those that the pruner rejects."""
 
     def __init__(self, trials: Trials, fit: Fit, context: Any) -> None:
         self._trials, self._search, self._plan = trials, trials.search, trials.plan

@@ -59,7 +59,6 @@ from fl_lightning.federation.run import Run as Run
 from fl_lightning.federation.simple import SimpleFederation as SimpleFederation
 from fl_lightning.federation.stage import Learning as Learning
 from fl_lightning.federation.stage import Missing as Missing
-from fl_lightning.federation.stage import Processes as Processes
 from fl_lightning.federation.stage import SpansNetwork as SpansNetwork
 from fl_lightning.federation.stage import Stage as Stage
 from fl_lightning.federation.stage import Stages as Stages

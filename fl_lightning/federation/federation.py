@@ -13,7 +13,6 @@ from typing import Any, final
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
@@ -25,7 +24,6 @@ from fl_lightning.federation.start import Calendar, begin, prepare, take_over
 from fl_lightning.federation.visits.personal_models import (
     PersonalModels,
     recalled_models,
-    state_to_bring_home,
 )
 from fl_lightning.federation.visits.shard_gradient import refresh_losses
 
@@ -64,7 +62,6 @@ class Federation(Options, Callback):
     _calendar: Calendar
     _cleanup: ExitStack | None = None
     _saved: dict[str, Any] | None = None
-    _personal_state: dict[str, Any] | None = None
 
     def add(self, stage: Stage) -> None:
         """Add a stage to the rounds of this fit; for the `setup` of other callbacks."""
@@ -73,7 +70,7 @@ class Federation(Options, Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace batches by the clients of a round in the fit loop."""
         if stage == "fit":
-            self._cleanup = ExitStack()
+            self._cleanup, self._saved = ExitStack(), None  # a checkpoint is loaded after this
             self._cleanup.callback(self.handed.clear)
             self._calendar = prepare(trainer, pl_module, self, self._cleanup)
 
@@ -140,24 +137,12 @@ class Federation(Options, Callback):
         return (self._saved or {}) if self.rounds is None else run_state(self.rounds)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's state until the fit starts."""
+        """Keep the state of a checkpoint, or of a fit in other processes, until a fit starts."""
         self._saved = dict(state_dict)
 
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
         """Return clients' personal models after the last round, or of the checkpoint."""
-        saved = self._saved or self._personal_state or {}
-        return recalled_models(trainer, self.personal, self.seed, self._fitted, saved)
-
-    def personal_state(self) -> dict[str, Any]:
-        """Return the data by which another process evaluates personal models; empty if it is large."""
-        return {} if self._fitted is None else state_to_bring_home(*self._fitted)
-
-    @property
-    def _fitted(self) -> tuple[list[str], ClientMemory] | None:
-        if self.rounds is None:
-            return None
-        return self.rounds.run.local.own.names, self.rounds.memory.clients
-
-    def take_personal_state(self, state: dict[str, Any]) -> None:
-        """Receive personal models after a fit in other processes."""
-        self._personal_state = state
+        fitted = None
+        if self.rounds is not None:
+            fitted = self.rounds.run.local.own.names, self.rounds.memory.clients
+        return recalled_models(trainer, self.personal, self.seed, fitted, self._saved or {})

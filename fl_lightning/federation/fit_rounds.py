@@ -61,7 +61,6 @@ class FitRounds:
             run.memory.clients,
             skips_failures=options.on_client_failure == "skip",
             min_replies=options.min_replies,
-            processes=run.ranks,
         )
         self.clients.lose = self._round.raise_or_skip
         self._cost_is_told = False

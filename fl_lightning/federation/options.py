@@ -20,7 +20,6 @@ from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.data.cohorts.cohort import AllClients, Cohort, UniformCohort
 from fl_lightning.engines import SPEEDUPS, Speedup
-from fl_lightning.federation.clients.engine_options import SPOT_CHECK, EngineName
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP
@@ -35,6 +34,9 @@ from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
 from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
 from fl_lightning.updates.transform import ErrorFeedback, Transform
 
+EngineName = Literal["auto", "sequential", "slots"]
+# Default fraction of checked clients; a check takes as long as 5 to 10 clients in slots, 1 to 2 % in all.
+SPOT_CHECK = 1 / 500
 _SPEEDUPS = Traits(
     breaks={Trait.PRIVATE_EXAMPLES: "takes steps in another way, without noise"},
     instead={Trait.PRIVATE_EXAMPLES: "set engine to sequential and leave speedups out"},

@@ -21,7 +21,7 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Missing, Processes, Stages, Start, Upload
+from fl_lightning.federation.stage import Missing, Stages, Start, Upload
 from fl_lightning.server.server import Server
 
 
@@ -52,7 +52,6 @@ class Round:
         memory: client states that last from round to round.
         skips_failures: whether a round continues without the clients that fail.
         min_replies: fewest valid updates of a round whose cohort is not empty.
-        processes: processes that share the cohort; they exchange updates before `step`.
 
     Attributes:
         record: counts and metrics of the open round; between rounds, of the last one.
@@ -65,12 +64,10 @@ class Round:
         stages: Stages,
         memory: ClientMemory,
         *,
-        processes: Processes,
         skips_failures: bool = False,
         min_replies: int = 0,
     ) -> None:
         self.clients, self.server, self.stages, self.memory = clients, server, stages, memory
-        self._processes = processes
         self._skips_failures, self._min_replies = skips_failures, min_replies
         self.record = RoundRecord()
 
@@ -137,7 +134,7 @@ class Round:
                 f"clients sent a valid update, min_replies is {self._min_replies}"
             )
         for stage in self.stages.having["settle"]:
-            stage.settle(self.record, self._processes)
+            stage.settle(self.record)
         has_replies, having = self.server.num_replies > 0, self.stages.having
         change = self.stages.on_server if having["on_server"] else None
         with self.server.reversible():

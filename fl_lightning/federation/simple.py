@@ -104,6 +104,7 @@ class SimpleFederation:
         stages = [*built_in, *stages, transport]
         self.plan = WorkPlan(data, LocalWork(None, local_epochs, accumulate=1, seed=seed))
         self.collector, self.memory = LogCollector(), SimpleNamespace(clients=ClientMemory())
+        self.ranks = SimpleNamespace(size=1)
         self.step = PlainStep(module, optimizer, self.collector)
         self.local = LocalTrainer(module, optimizer, self.step, self.collector)
         server = Server(self.local.read(), aggregator, server_optimizer)
@@ -116,9 +117,7 @@ class SimpleFederation:
         for stage in stages:
             stage.place(self.local.space, None)
         self._clients = OneByOne(module, self.local, self.plan, self.collector, self.stages_ahead)
-        self.round = Round(
-            self, server, self.stages_ahead, self.memory.clients, processes=SimpleNamespace(size=1)
-        )
+        self.round = Round(self, server, self.stages_ahead, self.memory.clients)
 
     def _enter(self, stage: Stage) -> None:
         try:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import isfunction
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -91,18 +91,6 @@ class Turn:
     masks: Mapping[str, Tensor] | None = None
     num_bytes: int = 0
     update: ClientUpdate | None = None
-
-
-class Processes(Protocol):
-    """Processes that share the cohort of a round, see `Ranks`."""
-
-    size: int
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every process's value; to be called by all of them."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all processes; to be called by all of them."""
 
 
 class Upload(NamedTuple):
@@ -193,12 +181,11 @@ class Stage:
         """Return updates as they arrive at the server, together or one by one."""
         return (upload,)
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Called after the last update of a round, before the server step.
 
-        Args:
-            record: the round's record, over all processes.
-            processes: processes that shared the cohort; state that a stage has in one of them is exchanged here.
+        The record is over all processes. State that a stage has in one process is exchanged here, through
+        the ranks of the run.
         """
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:

@@ -12,8 +12,7 @@ Gradients are of first order, or go through one step of the weights:
              w± = w ± ε ∇_{w'} L_val,   ε = 0.01 / ‖∇_{w'} L_val‖
     exact    the derivative of L_val(w'(α), α), by differentiating ∇_w L_train once more
 
-v is the momentum buffer, μ its factor, λ the weight decay: w' is the result of the next step of SGD, with
-dampening and Nesterov momentum if it has them. Losses are functions of named weights and named architecture
+v is the momentum buffer, μ its factor, λ the weight decay: w' is the result of the next step of SGD. Losses are functions of named weights and named architecture
 parameters, e.g. by ``functional_call``. All calls must evaluate the same function, so draw the same noise
 in every call. The error of ``finite`` can exceed its correction where rectifiers switch between w⁺ and
 w⁻; ``exact`` has no such error and takes more time and memory.
@@ -34,18 +33,15 @@ baseline by a reward before it subtracts the baseline, which scales every gradie
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
-from fl_lightning.nas.relaxation import drawn_operations
 
 Tensors = Mapping[str, Tensor]
 # weights, architecture parameters -> loss
@@ -55,30 +51,25 @@ Order = Literal["first", "finite", "exact"]
 
 @dataclass(frozen=True)
 class WeightStep:
-    """The next step of SGD on the weights.
+    """The next step of SGD on the weights, without dampening and Nesterov momentum.
 
     Attributes:
         lr: learning rate ξ >= 0.
         momentum: factor μ >= 0 of the momentum buffer.
         weight_decay: λ >= 0.
-        dampening: dampening >= 0 of gradients that enter a momentum buffer.
-        nesterov: whether to use Nesterov momentum.
     """
 
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> WeightStep | None:
-        """Return the next step of an SGD optimizer, or None for another optimizer."""
-        if type(optimizer) is not torch.optim.SGD:
-            return None
+        """Return the next step of a plain SGD optimizer, or None for another optimizer."""
         group = optimizer.param_groups[0]
-        names = ("momentum", "weight_decay", "dampening", "nesterov")
-        return cls(float(group["lr"]), *(group[name] for name in names))
+        if type(optimizer) is not torch.optim.SGD or group["dampening"] or group["nesterov"]:
+            return None
+        return cls(float(group["lr"]), group["momentum"], group["weight_decay"])
 
     def taken(
         self, weights: Tensors, gradients: Tensors, velocities: Tensors | None = None
@@ -90,70 +81,17 @@ class WeightStep:
             gradients: gradients of the training loss, by the same names.
             velocities: momentum buffers by name; a missing buffer starts with this gradient.
         """
-        velocities = velocities or {}
         moved = {}
         for name, weight in weights.items():
-            gradient = gradients[name] + self.weight_decay * weight
-            velocity = gradient
-            if name in velocities:
-                velocity = self.momentum * velocities[name] + (1 - self.dampening) * gradient
-            direction = gradient + self.momentum * velocity if self.nesterov else velocity
+            direction = gradients[name] + self.weight_decay * weight
+            if velocities and name in velocities:
+                direction = self.momentum * velocities[name] + direction
             moved[name] = weight - self.lr * direction
         return moved
 
-    def slope(self, *, has_velocity: bool) -> float:
-        """Derivative of the step of a weight by its negative gradient.
 
-        Args:
-            has_velocity: whether the weight has a momentum buffer.
-        """
-        joins = 1 - self.dampening if has_velocity else 1.0
-        return self.lr * (1 + self.momentum * joins if self.nesterov else joins)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Inputs of a step of α: losses, parameters and the next step of the weights.
-
-    Attributes:
-        train: loss on the batch of the weights' half.
-        search: loss on the batch of the search half, plus the penalty on costs.
-        accuracy: accuracy in [0, 1] on the batch of the search half, given one operation per row.
-        weights: w by name.
-        alphas: architecture parameters by name.
-        weight_step: next step of the weights; None if their optimizer is not SGD.
-        velocities: momentum buffers of the weights.
-        baseline: baseline of rewards, a writable buffer of shape (1,); 0 before the first reward.
-        generator: returns a fresh generator for the draws of this step, always in the same state.
-        masked: returns α with the logits of operations that a row lacks set to probability zero.
-    """
-
-    train: Loss
-    search: Loss
-    accuracy: Callable[[Sequence[int]], Tensor]
-    weights: Mapping[str, Tensor]
-    alphas: Mapping[str, Tensor]
-    weight_step: WeightStep | None
-    velocities: Mapping[str, Tensor]
-    baseline: Tensor
-    generator: Callable[[], torch.Generator]
-    masked: Callable[[Tensor], Tensor]
-
-
-class AlphaGradient(ABC):
-    """Base of the estimators of α's gradient.
-
-    Attributes:
-        needs_weight_step: whether the estimator needs the next step of the weights.
-        has_baseline: whether the estimator has a baseline of rewards.
-    """
-
-    needs_weight_step: bool = False
-    has_baseline: bool = False
-
-    @abstractmethod
-    def __call__(self, now: Situation) -> dict[str, Tensor]:
-        """Return the gradients of α and β by name, for their optimizer."""
+class AlphaGradient:
+    """Base of the estimators of α's gradient."""
 
 
 @final
@@ -166,20 +104,7 @@ class Gradient(AlphaGradient):
     """
 
     def __init__(self, order: Order = "first") -> None:
-        self._order: Order = order
-        self.needs_weight_step = order != "first"
-
-    @override
-    def __call__(self, now: Situation) -> dict[str, Tensor]:
-        return architecture_gradient(
-            now.train,
-            now.search,
-            now.weights,
-            now.alphas,
-            now.weight_step,
-            velocities=now.velocities,
-            order=self._order,
-        )
+        self.order: Order = order
 
 
 @final
@@ -197,27 +122,12 @@ class Reward(AlphaGradient):
         ConfigurationError: if one is out of its range.
     """
 
-    has_baseline = True
-
     def __init__(self, decay: float = 0.95, entropy_weight: float = 1e-4, best_of: int = 1) -> None:
         check_range("decay of the baseline", decay, "in [0, 1)")
         check_range("entropy_weight", entropy_weight, "at least 0")
         check_range("best_of", best_of, "at least 1")
         self.best_of = best_of
         self._decay, self._entropy_weight = decay, entropy_weight
-
-    @override
-    def __call__(self, now: Situation) -> dict[str, Tensor]:
-        alphas = leaves(now.alphas)
-        logs = now.masked(alphas["alpha"]).log_softmax(1)
-        drawn = drawn_operations(logs, 1, now.generator())
-        loss = self.loss(
-            float(now.accuracy(drawn[:, 0].tolist())),
-            logs.gather(1, drawn.to(logs.device)).sum(),
-            -(logs.exp() * logs).sum(),
-            now.baseline,
-        )
-        return gradients_of(loss, alphas)
 
     def loss(
         self, reward: float, log_probability: Tensor, entropy: Tensor, baseline: Tensor
@@ -283,22 +193,10 @@ def architecture_gradient(
     ahead = step.taken(w, gradients_of(train(w, a), w, create_graph=exact), velocities)
     if exact:
         return gradients_of(validation(ahead, a), a)
-    slopes = {name: step.slope(has_velocity=name in (velocities or {})) for name in w}
-    return _by_differences(train, validation, w, leaves(ahead), a, slopes, step_length)
-
-
-def _by_differences(
-    train: Loss,
-    validation: Loss,
-    w: Tensors,
-    ahead: Tensors,
-    a: dict[str, Tensor],
-    slopes: Mapping[str, float],
-    step_length: float,
-) -> dict[str, Tensor]:
+    ahead = leaves(ahead)
     loss = validation(ahead, a)
     direct = gradients_of(loss, a, retain_graph=True)
-    direction = {name: slopes[name] * g for name, g in gradients_of(loss, ahead).items()}
+    direction = {name: step.lr * g for name, g in gradients_of(loss, ahead).items()}
     norm = torch.stack([part.norm() for part in direction.values()]).norm()
     if norm == 0:  # w' does not move, or L_val is flat there: α has no effect through the weights
         return direct

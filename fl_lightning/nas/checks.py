@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
-from fl_lightning.nas.cost.penalties import Penalty
+from fl_lightning.nas.cost.cost import Penalty
 from fl_lightning.nas.relaxation import PartialChannels, Relaxation, SinglePath
 from fl_lightning.nas.sampled_paths import BinaryGates
 from fl_lightning.nas.spaces.cells import CellSpace
@@ -94,8 +94,19 @@ def check_labels(num_classes: int, labels: Tensor) -> None:
         )
 
 
-def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty | None) -> None:
-    """Raise ConfigurationError if the rule gives α no gradient, or the penalty has no effect on α."""
+def check_rule(
+    rule: Relaxation,
+    space: CellSpace,
+    learn: AlphaGradient,
+    penalty: Penalty | None,
+    alpha_draws: int,
+) -> None:
+    """Raise ConfigurationError if a rule does not go together with another part of a search."""
+    if isinstance(rule, PartialChannels) and not space.has_shapes:
+        raise ConfigurationError(
+            f"model.rule PartialChannels makes layers of fewer channels, and those of {space.name} are made "
+            "by functions of yours: use Softmax, HardGumbel or another rule"
+        )
     if isinstance(rule, SinglePath) and not isinstance(learn, Reward):
         raise ConfigurationError(
             "model.rule SinglePath gives alpha no gradient, so that it would keep its random start: set "
@@ -106,23 +117,10 @@ def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty | No
             f"model.penalty {type(penalty).__name__} adds to a loss, and model.learn Reward learns from accuracy "
             "alone: leave one of them out"
         )
-
-
-def check_draws(rule: Relaxation, alpha_draws: int) -> None:
-    """Raise ConfigurationError if a rule cannot average several draws per step of α."""
     if alpha_draws > 1 and (not rule.draws or isinstance(rule, BinaryGates)):
         why = "shifts the pair of each draw" if rule.draws else "draws nothing: all would be equal"
         raise ConfigurationError(
             f"alpha_draws is {alpha_draws}, and {type(rule).__name__} {why}: leave it at 1"
-        )
-
-
-def check_parts(rule: Relaxation, space: CellSpace) -> None:
-    """Raise ConfigurationError if a rule changes channels, but the space's layers have fixed ones."""
-    if isinstance(rule, PartialChannels) and not space.has_shapes:
-        raise ConfigurationError(
-            f"model.rule PartialChannels makes layers of fewer channels, and those of {space.name} are made "
-            "by functions of yours: use Softmax, HardGumbel or another rule"
         )
 
 

@@ -19,8 +19,8 @@ Differs: `window` is both the length of a mean and the distance between the two 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,11 +65,14 @@ class StopAtCollapse(Callback):
     ) -> None:
         check_range("most_skips", most_skips, "at least 0")
         check_range("num_examples", num_examples, "at least 1")
+        check_range("window", window, "at least 1")
+        check_range("ratio", ratio, "in (0, 1)")
         self._most_skips, self._num_examples = most_skips, num_examples
-        self._stop = EigenvalueStop(window, ratio) if eigenvalue else None
+        self._has_eigenvalue, self._window, self._ratio = eigenvalue, window, ratio
         self.unprotected: str | None = None
         if eigenvalue:
             self.unprotected = "the largest eigenvalue, which examples of single clients show"
+        self._eigenvalues: list[float] = []
         self._earlier: list[dict[str, Tensor]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,7 +81,7 @@ class StopAtCollapse(Callback):
             raise ConfigurationError(
                 f"StopAtCollapse is for the search of a Supernet, not for {type(pl_module).__name__}"
             )
-        if self._stop is not None and pl_module.rule.draws:
+        if self._has_eigenvalue and pl_module.rule.draws:
             raise ConfigurationError(
                 f"StopAtCollapse: {type(pl_module.rule).__name__} draws its operations, so that its loss "
                 "has no Hessian: set eigenvalue to false, or search with Softmax or PartialChannels"
@@ -91,8 +94,8 @@ class StopAtCollapse(Callback):
             return  # skips are those of the random start
         if self._has_many_skips(pl_module):
             self._end(trainer, f"the cell has more than {self._most_skips} skips")
-        if self._stop is not None:
-            self._measure(trainer, pl_module, self._stop)
+        if self._has_eigenvalue:
+            self._measure(trainer, pl_module)
 
     def _has_many_skips(self, module: Supernet) -> bool:
         space, most = module.space, self._most_skips
@@ -103,7 +106,7 @@ class StopAtCollapse(Callback):
         skips = Counter(row.cell for row, operation in pairs if operation == skip)
         return max(skips.values(), default=0) > most
 
-    def _measure(self, trainer: Trainer, module: Supernet, stop: EigenvalueStop) -> None:
+    def _measure(self, trainer: Trainer, module: Supernet) -> None:
         images, labels = self._examples(trainer, module)
 
         def loss(alphas: Tensors) -> Tensor:
@@ -113,8 +116,9 @@ class StopAtCollapse(Callback):
             found = largest_eigenvalue(loss, module.alphas)
         module.log("search/eigenvalue", found, rank_zero_only=True)
         present = {name: tensor.detach().clone() for name, tensor in module.alphas.items()}
-        self._earlier = [*self._earlier, present][-stop.window - 1 :]
-        if stop.measured(found):
+        self._earlier = [*self._earlier, present][-self._window - 1 :]
+        self._eigenvalues = [*self._eigenvalues, found][-2 * self._window :]
+        if has_grown(self._eigenvalues, self._window, self._ratio):
             for name, tensor in module.alphas.items():
                 tensor.data.copy_(self._earlier[0][name])
             self._end(trainer, "the largest eigenvalue has grown: alpha goes back to before")
@@ -133,14 +137,11 @@ class StopAtCollapse(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recent measurements and values of α."""
-        eigenvalues = [] if self._stop is None else self._stop.eigenvalues
-        return {"eigenvalues": eigenvalues, "earlier": self._earlier}
+        return {"eigenvalues": self._eigenvalues, "earlier": self._earlier}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from `state_dict`."""
-        if self._stop is not None:
-            self._stop.eigenvalues = state_dict["eigenvalues"]
-        self._earlier = state_dict["earlier"]
+        self._eigenvalues, self._earlier = state_dict["eigenvalues"], state_dict["earlier"]
 
 
 def largest_eigenvalue(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> float:
@@ -167,30 +168,16 @@ def largest_eigenvalue(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> fl
     return float(torch.linalg.eigvalsh((hessian + hessian.T) / 2)[-1])
 
 
-@final
-class EigenvalueStop:
-    """Criterion for a growing largest eigenvalue.
+def has_grown(eigenvalues: Sequence[float], window: int, ratio: float) -> bool:
+    """True if the mean of the measurements before the last window is below a share of its mean.
 
     Args:
-        window: number of measurements in a mean, and between the two means; at least 1.
-        ratio: ratio in (0, 1) of the means below which the search ends.
-
-    Raises:
-        ConfigurationError: if one is out of its range.
+        eigenvalues: measurements, the latest last.
+        window: number of measurements in a mean, and between the two means.
+        ratio: ratio in (0, 1) of the two means.
     """
-
-    def __init__(self, window: int = 5, ratio: float = 0.75) -> None:
-        check_range("window", window, "at least 1")
-        check_range("ratio", ratio, "in (0, 1)")
-        self.window, self._ratio = window, ratio
-        self.eigenvalues: list[float] = []
-
-    def measured(self, eigenvalue: float) -> bool:
-        """Record a measurement; returns True if the search should end."""
-        window = self.window
-        self.eigenvalues = [*self.eigenvalues, eigenvalue][-2 * window :]
-        if len(self.eigenvalues) < 2 * window:
-            return False
-        earlier, now = sum(self.eigenvalues[:window]), sum(self.eigenvalues[window:])
-        # the ratio of negative means is meaningless: α is in no minimum
-        return 0 < earlier < self._ratio * now
+    if len(eigenvalues) < 2 * window:
+        return False
+    earlier, now = sum(eigenvalues[-2 * window : -window]), sum(eigenvalues[-window:])
+    # the ratio of negative means is meaningless: α is in no minimum
+    return 0 < earlier < ratio * now

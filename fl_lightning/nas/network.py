@@ -17,7 +17,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
@@ -158,16 +157,14 @@ def load_weights(
 def _refusal(architecture: Architecture, shape: Mapping[str, Any]) -> str:
     space = architecture.space
     settings = ", ".join(f"{name} {value}" for name, value in shape.items())
-    if isinstance(space, SizeSpace):
-        return (
-            f"they are neither of a supernet of {space.name} with these settings ({settings}) nor of "
-            f"{architecture}. For other classes set new_head"
-        )
-    return (
-        f"they are not of a trained network of {architecture} with these settings ({settings}). "
-        f"{space.name} is a space of cells: a supernet's weights make none of its networks, train it "
-        "from scratch. For other classes set new_head"
+    what = "not of a trained network of"
+    advice = (
+        f"{space.name} is a space of cells: a supernet's weights make none of its networks, train it from "
+        "scratch. "
     )
+    if isinstance(space, SizeSpace):
+        what, advice = f"neither of a supernet of {space.name} nor of", ""
+    return f"they are {what} {architecture} with these settings ({settings}). {advice}For other classes set new_head"
 
 
 def _tensors(path: str) -> dict[str, Tensor]:
@@ -176,12 +173,8 @@ def _tensors(path: str) -> dict[str, Tensor]:
 
 def _fit(tensors: Mapping[str, Tensor], network: nn.Module, heads: tuple[str, ...]) -> bool:
     """True if tensors have the names and shapes of a network's tensors, apart from the head."""
-    body = {name: t for name, t in network.state_dict().items() if not name.startswith(heads)}
-    return _shapes(tensors) == _shapes(body)
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    own = {name: t.shape for name, t in network.state_dict().items() if not name.startswith(heads)}
+    return own == {name: tensor.shape for name, tensor in tensors.items()}
 
 
 NETWORK = "fl_lightning.nas.Network"

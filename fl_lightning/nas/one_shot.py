@@ -23,18 +23,19 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
 from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size, check_labels
-from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
+from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size
+from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import Capability, CostOf
+from fl_lightning.nas.sub_networks.evaluation import apply_sums, batch_norms, has_statistics
 from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step, step_generator
-from fl_lightning.nas.sub_networks.recalibration import apply_sums, has_statistics
 from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
 
 
@@ -91,21 +92,20 @@ class OneShot(SharedWeights):
         seed: int | None = None,
     ) -> None:
         super().__init__(
-            num_classes=num_classes,
+            shape={"num_classes": num_classes, "in_channels": in_channels},
+            image_size=image_size,
             schedule=schedule,
             recalibration_examples=recalibration_examples,
             seed=seed,
-            rules={
-                f"label_smoothing must be in [0, 1), got {label_smoothing}": 0
-                <= label_smoothing
-                < 1,
-                f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
+            ranges={
+                "label_smoothing": (label_smoothing, "in [0, 1)"),
+                "drop_rate": (drop_rate, "in [0, 1)"),
             },
         )
         self.space, self.method = space, method or Sandwich()
         self.method.check(space)
-        self.network = space.supernet(num_classes=num_classes, in_channels=in_channels)
-        for norm in batch_norms(self.network):
+        self.network = space.supernet(**self.shape)
+        for _, norm in batch_norms(self.network):
             norm.momentum = 0.0  # running statistics do not change in training
         self.costs = CostOf("flops", image_size, in_channels, num_classes)
         self.capability = capability
@@ -133,8 +133,7 @@ class OneShot(SharedWeights):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of the method; logs the accuracy of the first sub-network that learns."""
-        self._check_shape(batch)
-        images, labels = batch
+        images, labels = self.checked(batch)
         current = self._client
         accuracies: list[Tensor] = []
 
@@ -194,21 +193,14 @@ class OneShot(SharedWeights):
         finally:
             handle.remove()
 
-    def check_batch(self, batch: Any) -> None:
-        """Check the images and labels of a batch; `Federation` calls this before it trains.
-
-        Raises:
-            ConfigurationError: if the batch does not fit the network.
-        """
-        self._check_shape(batch)
-        check_labels(self.costs.num_classes, batch[1])
-
-    def _check_shape(self, batch: Any) -> None:
+    @override
+    def checked(self, batch: Any) -> Batch:
         if isinstance(batch, dict):
             raise ConfigurationError(
                 "OneShot learns from all training examples: leave data.search_fraction at 0"
             )
-        check_image_size(self.costs.side, batch[0])
+        check_image_size(self.image_size, batch[0])
+        return batch  # type: ignore[no-any-return]
 
     # Evaluation.
 

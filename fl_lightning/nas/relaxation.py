@@ -125,16 +125,9 @@ class Relaxation(ABC):
             step: the step of the search.
         """
 
-    def edge(
-        self,
-        row: int,
-        candidates: Sequence[Candidate],
-        channels_in: int,
-        channels_out: int,
-        stride: int,
-    ) -> nn.Module:
+    def edge(self, row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
         """Return an edge with these candidate operations (`MakeEdge`); `CellSpace.network` calls this."""
-        return MixedEdge(row, [make(channels_in, channels_out, stride) for make in candidates])
+        return MixedEdge(row, [make(*sizes) for make in candidates])
 
     def temperature(self, progress: float) -> float:
         """Return the temperature τ at a progress in [0, 1]."""
@@ -298,19 +291,13 @@ class PartialChannels(Relaxation):
     def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
         return EdgeWeights(alpha.softmax(1))
 
-    def edge(
-        self,
-        row: int,
-        candidates: Sequence[Candidate],
-        channels_in: int,
-        channels_out: int,
-        stride: int,
-    ) -> nn.Module:
+    def edge(self, row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
         """Return an edge whose operations have 1/K of the channels.
 
         Raises:
             ConfigurationError: if K does not divide the channels, or the edge changes their number.
         """
+        channels_in, channels_out, stride = sizes
         if channels_in != channels_out and self._part > 1:
             raise ConfigurationError(
                 f"partial channels bypass the operations, but this edge converts {channels_in} channels "
@@ -321,6 +308,6 @@ class PartialChannels(Relaxation):
                 f"partial channels use one in {self._part} channels, but an edge has {channels_in}: "
                 f"choose channels that {self._part} divides, or another part"
             )
-        sizes = (channels_in // self._part, channels_out // self._part, stride)
-        mixed = MixedEdge(row, [make(*sizes) for make in candidates])
+        active = channels_in // self._part, channels_out // self._part
+        mixed = MixedEdge(row, [make(*active, stride) for make in candidates])
         return PartialEdge(mixed, self._part, stride)

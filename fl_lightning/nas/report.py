@@ -29,7 +29,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from fl_lightning.federation import CONFIG, Federation, log_figure, run_folder
+from fl_lightning.federation import CONFIG, log_figure, run_folder
 from fl_lightning.nas import pictures
 from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
 from fl_lightning.nas.checks import (
@@ -45,6 +45,7 @@ from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.reports.charts import Chart, Panel, draw, inline, series
 from fl_lightning.reports.page import FRAGMENTS, Page
 from fl_lightning.reports.panels import Line, curves, table_map
+from fl_lightning.reports.progress import federation_of
 
 # α has not decided above this share of the largest entropy, or, from so many steps of α on, below so many
 # standard errors
@@ -78,20 +79,22 @@ class SearchReport(Callback):
         """Check the run, and add the stage by which the server steps α in a federation."""
         module: Any = pl_module
         check_precision(str(trainer.precision))
-        federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
-        by_server = bool(federations) and module.architecture_state == "server"
-        module.is_federated, module.is_stepped_by_server = bool(federations), by_server
+        federation = federation_of(trainer)
+        module.is_federated = federation is not None
+        module.is_stepped_by_server = module.is_federated and module.architecture_state == "server"
         module.signal = self._signal
-        if not federations:
-            check_one_device(trainer.world_size)
         if stage == "fit":
             check_length(trainer.max_epochs)
-        for federation in federations:
-            check_beside_updates(federation, module.sends_buffers)
-            if stage == "fit" and federation.local_steps is not None:
-                check_turns(module.alpha_every, federation.local_steps, "federation.local_steps")
-        if stage == "fit" and by_server:
-            federations[0].add(
+        if federation is None:
+            check_one_device(trainer.world_size)
+            return
+        check_beside_updates(federation, module.sends_buffers)
+        if stage != "fit":
+            return
+        if federation.local_steps is not None:
+            check_turns(module.alpha_every, federation.local_steps, "federation.local_steps")
+        if module.is_stepped_by_server:
+            federation.add(
                 ServerSearchStep(
                     list(module.alphas),
                     module.new_architecture_optimizer,

@@ -8,28 +8,29 @@ training examples that add up over clients (`recalibrated`).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import check_range, raise_together
 from fl_lightning.core.seeds import run_seed
-from fl_lightning.federation import Federation
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.sub_networks.recalibration import (
+from fl_lightning.nas.checks import check_labels
+from fl_lightning.nas.sub_networks.evaluation import (
     Sums,
     has_statistics,
     normalised_by,
     recalibrated,
 )
+from fl_lightning.reports.progress import federation_of
 
 Batch = tuple[Tensor, Tensor]
 
@@ -38,12 +39,13 @@ class SharedWeights(LightningModule):
     """LightningModule of shared weights with its evaluation; subclasses define `network` and `shown`.
 
     Args:
-        num_classes: length of the output, at least 2.
+        shape: arguments of the network besides its architecture: num_classes, at least 2, in_channels, ….
+        image_size: height and width of the images in pixels, for costs.
         schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
         recalibration_examples: number of training examples, over all clients, for the batch norm
             statistics of an evaluation, at least 2; None for all.
         seed: seed of draws that are equal for all clients; the run's seed if None.
-        rules: conditions on further settings of the module, by error message.
+        ranges: value and range of further settings, by name, see `check_range`.
 
     Attributes:
         seed: seed of draws that are equal for all clients.
@@ -55,22 +57,23 @@ class SharedWeights(LightningModule):
     def __init__(
         self,
         *,
-        num_classes: int,
+        shape: dict[str, int],
+        image_size: int,
         schedule: Schedule | None,
         recalibration_examples: int | None,
         seed: int | None,
-        rules: Mapping[str, bool],
+        ranges: Mapping[str, tuple[float | None, str]],
     ) -> None:
-        least = recalibration_examples
-        every = {
-            f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
-            **rules,
-            f"recalibration_examples must be at least 2, got {least}": least is None or least >= 2,
+        every: dict[str, tuple[float | None, str]] = {
+            **{name: (number, "at least 1") for name, number in shape.items()},
+            "num_classes": (shape["num_classes"], "at least 2"),
+            "image_size": (image_size, "at least 1 pixel"),
+            "recalibration_examples": (recalibration_examples, "at least 2"),
+            **ranges,
         }
-        broken = [message for message, holds in every.items() if not holds]
-        if broken:
-            raise ConfigurationError("; ".join(broken))
+        raise_together(*(partial(check_range, name, *given) for name, given in every.items()))
         super().__init__()
+        self.shape, self.image_size = shape, image_size
         self._schedule, self.recalibration_examples = schedule, recalibration_examples
         self.seed = run_seed(seed)
         self._sums: dict[str, Sums] = {}
@@ -81,6 +84,22 @@ class SharedWeights(LightningModule):
     @abstractmethod
     def shown(self) -> dict[str, Any]:
         """Networks that an evaluation runs, by name: second arguments of `network`, the main one last."""
+
+    @abstractmethod
+    def checked(self, batch: Any) -> Batch:
+        """Return the images and labels of a training batch.
+
+        Raises:
+            ConfigurationError: if the batch has another form.
+        """
+
+    def check_batch(self, batch: Any) -> None:
+        """Check the form, images and labels of a batch; `Federation` calls this before it trains.
+
+        Raises:
+            ConfigurationError: if the batch does not fit the network.
+        """
+        check_labels(self.shape["num_classes"], self.checked(batch)[1])
 
     def recalibrate(self) -> None:
         """Recompute the batch norm statistics of the `shown` networks; all processes call this."""
@@ -99,8 +118,7 @@ class SharedWeights(LightningModule):
         if found is None:
             return
         self._sums = dict(zip(shown, found.sums, strict=True))
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(c, Federation) for c in callbacks) and not trainer.predicting:
+        if federation_of(trainer) is not None and not trainer.predicting:
             self.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
@@ -142,8 +160,3 @@ class SharedWeights(LightningModule):
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     """Fraction of correct predictions in a batch, a scalar."""
     return (logits.argmax(dim=1) == labels).float().mean()
-
-
-def batch_norms(network: nn.Module) -> Iterator[Any]:
-    """Yield the batch normalisations of a network."""
-    return (layer for layer in network.modules() if isinstance(layer, _BatchNorm))

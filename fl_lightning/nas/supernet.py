@@ -20,7 +20,6 @@ test data, and its server returns the α of the first client.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -33,49 +32,49 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.core.traits import Traits
-from fl_lightning.federation import Federation
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import (
     AlphaGradient,
     Gradient,
     Reward,
-    Situation,
     Tensors,
     WeightStep,
+    architecture_gradient,
+    gradients_of,
+    leaves,
 )
 from fl_lightning.nas.alpha_optimizer import GradientSignal, keep, num_kept, recall
 from fl_lightning.nas.checks import (
     SEARCH_TRAITS,
-    check_draws,
     check_image_size,
-    check_labels,
-    check_learning,
-    check_parts,
+    check_rule,
     check_steps_once,
     check_weights_optimizer,
     protector,
 )
-from fl_lightning.nas.cost.cost import CostTable, cost_table
+from fl_lightning.nas.cost.cost import CostTable, Penalty, cost_table
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
-from fl_lightning.nas.cost.penalties import Penalty
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
     Relaxation,
     SearchStep,
     Softmax,
+    drawn_operations,
     gumbel_noise,
     weights_of,
 )
 from fl_lightning.nas.report import SearchReport
-from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, batch_norms
+from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.nas.sub_networks.accuracy import training_accuracies
+from fl_lightning.nas.sub_networks.evaluation import batch_norms, training_accuracies
+from fl_lightning.reports.progress import federation_of
 
 Place = Literal["server", "clients", "none"]
 WarmUp = Literal["rule", "all"]
@@ -169,35 +168,30 @@ class Supernet(SharedWeights):
         seed: int | None = None,
     ) -> None:
         super().__init__(
-            num_classes=num_classes,
+            shape={
+                "num_classes": num_classes,
+                "in_channels": in_channels,
+                "channels": channels,
+                "cells": cells,
+            },
+            image_size=image_size,
             schedule=schedule,
             recalibration_examples=recalibration_examples,
             seed=seed,
-            rules={
-                f"channels must be at least 1, got {channels}": channels >= 1,
-                f"cells must be at least 1, got {cells}": cells >= 1,
-                f"in_channels must be at least 1, got {in_channels}": in_channels >= 1,
-                f"image_size must be at least 1 pixel, got {image_size}": image_size >= 1,
-                f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
-                f"alpha_from must be in [0, 1], got {alpha_from}": alpha_from is None
-                or 0 <= alpha_from <= 1,
-                f"alpha_every must be at least 1, got {alpha_every}": alpha_every >= 1,
-                f"alpha_draws must be at least 1, got {alpha_draws}": alpha_draws >= 1,
+            ranges={
+                "clip_norm": (clip_norm, "above 0 or inf"),
+                "alpha_from": (alpha_from, "in [0, 1]"),
+                "alpha_every": (alpha_every, "at least 1"),
+                "alpha_draws": (alpha_draws, "at least 1"),
             },
         )
         self.automatic_optimization = False
         self.space, self.rule = space, rule or Softmax()
-        check_parts(self.rule, space)
-        self.shape: dict[str, Any] = {
-            "num_classes": num_classes,
-            "in_channels": in_channels,
-            "channels": channels,
-            "cells": cells,
-        }
-        self.image_size = image_size
+        self._learn, self._penalty = learn or Gradient(), penalty
+        check_rule(self.rule, space, self._learn, penalty, alpha_draws)
         self.measure = expected_measure(measure, space, image_size, self.shape)
         self.network = space.network(self.rule.edge, affine=False, **self.shape)
-        for norm in batch_norms(self.network):
+        for _, norm in batch_norms(self.network):
             norm.track_running_stats = False
             norm.running_mean = norm.running_var = norm.num_batches_tracked = None
         start = torch.randn(
@@ -205,13 +199,10 @@ class Supernet(SharedWeights):
         )
         self.alpha = nn.Parameter(1e-3 * start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
-        self._learn, self._penalty = learn or Gradient(), penalty
-        check_learning(self.rule, self._learn, self._penalty)
-        check_draws(self.rule, alpha_draws)
         self.alpha_from = self.rule.alpha_from if alpha_from is None else alpha_from
         self.alpha_every, self.alpha_held = alpha_every, alpha_held
         self._alpha_draws, self._warm_up = alpha_draws, warm_up
-        self.register_buffer("baseline", torch.zeros(int(self._learn.has_baseline)))
+        self.register_buffer("baseline", torch.zeros(int(isinstance(self._learn, Reward))))
         self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
         if architecture_state == "clients":
@@ -222,7 +213,6 @@ class Supernet(SharedWeights):
         self.signal = GradientSignal()
         self._optimizer = optimizer or _DARTS_SGD
         self._clip_norm, self._same_draws = clip_norm, same_draws
-        self._measured_alpha: Tensor | None = None
         self._best: Architecture | None = None
         if table is not None and not isinstance(space, NASBench201):
             raise ConfigurationError(
@@ -333,16 +323,8 @@ class Supernet(SharedWeights):
 
     # Training: α on one half of a batch, then w on the other.
 
-    def check_batch(self, batch: Any) -> None:
-        """Check the halves, images and labels of a batch; `Federation` calls this before it trains.
-
-        Raises:
-            ConfigurationError: if the batch has no two halves, or does not fit the network.
-        """
-        self._check_halves(batch)
-        check_labels(self.shape["num_classes"], batch["train"][1])
-
-    def _check_halves(self, batch: Any) -> None:
+    @override
+    def checked(self, batch: Any) -> Batch:
         if not (isinstance(batch, Mapping) and batch.keys() == {"train", "search"}):
             raise ConfigurationError(
                 "a search needs two halves of the training data, one for the weights and one for the "
@@ -350,10 +332,11 @@ class Supernet(SharedWeights):
                 "central run) and set its search_fraction, e.g. to 0.5"
             )
         check_image_size(self.image_size, batch["train"][0])
+        return batch["train"]  # type: ignore[no-any-return]
 
     def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:
         """Step w and α, after both gradients are computed; returns the loss of w."""
-        self._check_halves(batch)
+        self.checked(batch)
         optimizers: Any = self.optimizers()
         weights_optimizer, alpha_optimizer = optimizers
         draws = self._draws(batch_idx)
@@ -421,6 +404,9 @@ class Supernet(SharedWeights):
     def _drawn_gradients(
         self, batch: Mapping[str, Batch], draws: int, optimizer: Any
     ) -> dict[str, Tensor]:
+        if isinstance(self._learn, Reward):
+            return self._reward_gradients(batch["search"], draws, self._learn)
+        assert isinstance(self._learn, Gradient)
         of_weights: Optimizer = optimizer.optimizer
         here = partial(self._search_step, draws, "alpha", moves_alpha=True)
         params = dict(self.network.named_parameters())
@@ -436,27 +422,33 @@ class Supernet(SharedWeights):
             penalty = self._penalty
             return penalty(found, self.expected_cost(alphas)) if penalty else found
 
-        def reward(operations: Sequence[int]) -> Tensor:
-            images, labels = batch["search"]
-            with torch.no_grad():
-                logits = self.network(images, self._one_each(operations))
-                # a NaN would silently count as a wrong answer
-                return torch.where(logits.isfinite().all(), accuracy(logits, labels), torch.nan)
-
         buffers = {n: of_weights.state[p].get("momentum_buffer") for n, p in params.items()}
-        situation = Situation(
-            train=partial(loss, "train"),
-            search=search,
-            accuracy=reward,
-            weights={name: p.detach() for name, p in params.items()},
-            alphas=self.point,
-            weight_step=WeightStep.of(of_weights),
+        return architecture_gradient(
+            partial(loss, "train"),
+            search,
+            {name: p.detach() for name, p in params.items()},
+            self.point,
+            WeightStep.of(of_weights),
             velocities={name: v for name, v in buffers.items() if v is not None},
-            baseline=self.baseline,
-            generator=partial(torch_generator, draws, "reward"),
-            masked=self.space.masked,
+            order=self._learn.order,
         )
-        return self._learn(situation)
+
+    def _reward_gradients(self, batch: Batch, draws: int, learn: Reward) -> dict[str, Tensor]:
+        """Return the gradient of α by REINFORCE, from the accuracy of a drawn architecture."""
+        (images, labels), alphas = batch, leaves(self.point)
+        logs = self.space.masked(alphas["alpha"]).log_softmax(1)
+        drawn = drawn_operations(logs, 1, torch_generator(draws, "reward"))
+        with torch.no_grad():
+            logits = self.network(images, self._one_each(drawn[:, 0].tolist()))
+        # a NaN would silently count as a wrong answer
+        reward = torch.where(logits.isfinite().all(), accuracy(logits, labels), torch.nan)
+        loss = learn.loss(
+            float(reward),
+            logs.gather(1, drawn.to(logs.device)).sum(),
+            -(logs.exp() * logs).sum(),
+            self.baseline,
+        )
+        return gradients_of(loss, alphas)
 
     def expected_cost(self, alphas: Tensors) -> Tensor:
         """Expected cost of an architecture drawn by softmax(α), a scalar."""
@@ -509,22 +501,14 @@ class Supernet(SharedWeights):
 
     def recalibrate(self) -> None:
         """Recompute the batch norm statistics of the `shown` networks, unless updates are protected."""
-        self._measured_alpha = self.alpha.detach().clone()
         self._sums = {}
         if not self._is_protected:
             super().recalibrate()
 
     @property
     def _is_protected(self) -> bool:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return any(isinstance(c, Federation) and protector(c) is not None for c in callbacks)
-
-    def normalised(self, name: str) -> AbstractContextManager[None]:
-        """Context in which batch norms use the statistics of a `shown` network, or the batch's if α differs."""
-        is_measured = self._measured_alpha is not None and torch.equal(
-            self._measured_alpha, self.alpha.detach()
-        )
-        return super().normalised(name) if is_measured else nullcontext()
+        federation = federation_of(self.trainer)
+        return federation is not None and protector(federation) is not None
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes) of the current architecture."""
@@ -538,10 +522,12 @@ class Supernet(SharedWeights):
         """Return the optimizers of the weights and of α; plain SGD for α if the server steps it."""
         weights = self._optimizer(list(self.network.parameters()))
         check_weights_optimizer(weights)
-        if self._learn.needs_weight_step and WeightStep.of(weights) is None:
+        is_first = not isinstance(self._learn, Gradient) or self._learn.order == "first"
+        if not is_first and WeightStep.of(weights) is None:
             raise ConfigurationError(
-                f"model.learn needs the next step of SGD, and model.optimizer is "
-                f"{type(weights).__name__}: use torch.optim.SGD, or order: first"
+                f"model.learn needs the next step of plain SGD, and model.optimizer is "
+                f"{type(weights).__name__}: use torch.optim.SGD without dampening and nesterov, or "
+                "order: first"
             )
         alphas = list(self.alphas.values())
         own: Optimizer = self.new_architecture_optimizer(alphas)

@@ -43,6 +43,9 @@ Features = tuple[Tensor, Tensor]
 # Replaces a tensor by its sum over processes.
 Reduce = Callable[[Tensor], None]
 
+# Adds the sums of all owners, each computed by a function, to a tensor.
+Exchange = Callable[[Tensor, Callable[[Features], Tensor]], None]
+
 _ROWS = 8192  # examples converted to double precision at a time
 
 
@@ -97,7 +100,6 @@ class HeadFit(ABC):
         advice = ": without it the head of separable or collinear features has no unique solution"
         check_range("regularisation", self.regularisation, "above 0 and finite", advice)
 
-    @abstractmethod
     def fit(
         self,
         owners: Sequence[Features],
@@ -118,14 +120,21 @@ class HeadFit(ABC):
             reduce: replaces a tensor by its sum over processes.
         """
 
-    def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Sums that an owner sends, in float64, if owners send them only once.
+        def exchange(sums: Tensor, of_owner: Callable[[Features], Tensor]) -> None:
+            for owner in owners:
+                sums += of_owner(owner)
+            reduce(sums)
 
-        Args:
-            owner: the owner's examples.
-            num_features: D.
-            num_classes: number of classes of the head.
-        """
+        return self._fitted(exchange, num_features, num_classes, has_bias)
+
+    @abstractmethod
+    def _fitted(
+        self, exchange: Exchange, num_features: int, num_classes: int, has_bias: bool
+    ) -> FittedHead:
+        """Fit the classifier by exchanges of sums."""
+
+    def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
+        """Sums that an owner sends, in float64, if owners send them only once."""
         raise NotImplementedError
 
 
@@ -209,14 +218,8 @@ class LinearHead(HeadFit):
         check_range("tolerance", self.tolerance, "above 0 and finite")
 
     @override
-    def fit(
-        self,
-        owners: Sequence[Features],
-        num_features: int,
-        num_classes: int,
-        *,
-        has_bias: bool = True,
-        reduce: Reduce = lambda _: None,
+    def _fitted(
+        self, exchange: Exchange, num_features: int, num_classes: int, has_bias: bool
     ) -> FittedHead:
         columns = num_features + int(has_bias)
         weights = torch.zeros(num_classes, columns, dtype=torch.float64)
@@ -235,9 +238,7 @@ class LinearHead(HeadFit):
             nonlocal rounds
             rounds += 1
             sums = torch.zeros(weights.numel() + 2, dtype=torch.float64)
-            for owner in owners:
-                sums += _of_owner(owner, weights, num_features)
-            reduce(sums)
+            exchange(sums, lambda owner: _of_owner(owner, weights, num_features))
             penalised = weights.clone()
             penalised[:, num_features:] = 0
             gradient = sums[2:].view_as(weights) + self.regularisation * penalised
@@ -298,20 +299,12 @@ class RidgeHead(HeadFit):
         check_range("temperature", self.temperature, "above 0 and finite")
 
     @override
-    def fit(
-        self,
-        owners: Sequence[Features],
-        num_features: int,
-        num_classes: int,
-        *,
-        has_bias: bool = True,
-        reduce: Reduce = lambda _: None,
+    def _fitted(
+        self, exchange: Exchange, num_features: int, num_classes: int, has_bias: bool
     ) -> FittedHead:
         size = num_features + 1
         sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
-        for owner in owners:
-            sums += self.sums(owner, num_features, num_classes)
-        reduce(sums)
+        exchange(sums, lambda owner: self.sums(owner, num_features, num_classes))
         d = num_features
         xx, x, n = sums[:d, :d], sums[d, :d], sums[d, d]
         xy, y = sums[:d, d + 1 :], sums[d, d + 1 :]

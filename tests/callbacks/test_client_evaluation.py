@@ -121,26 +121,11 @@ class TestMetricObjects:
         right = float((module.net(x).argmax(1) == y).float().mean())
         assert reported[f"{SHORT[stage]}/right"] == pytest.approx(right, abs=1e-6)
 
-    def test_in_the_test_after_a_fit(self, run):
-        module, data, trainer = run
-        trainer.test(module, datamodule=data, verbose=False)
-        check(module, data, trainer, "test")
-
     def test_the_modules_own_validation_goes_on_where_it_was(self, run):
         module, data, trainer = run
         module.val_right.update(torch.eye(3), torch.tensor([0, 1, 0]))
         evaluate_clients(trainer, data, "validation")
         assert float(module.val_right.compute()) == pytest.approx(2 / 3)
-
-
-def test_every_clients_figures_are_there_in_python_without_a_logger():
-    torch.manual_seed(0)
-    module, data, evaluation = Scored(), toy_data(**OPTIONS), ClientEvaluation()
-    assert evaluation.per_client == {}
-    toy_trainer(evaluation).validate(module, datamodule=data, verbose=False)
-    found = {client: metrics["val/right"] for client, metrics in evaluation.per_client.items()}
-    expected = counted(module, data, "validation")
-    assert found == pytest.approx({c: right / number for c, (right, number) in expected.items()})
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2]), (2, [1, 2]), (0, [2])])
@@ -196,20 +181,6 @@ class TestParts:
         evaluate(module, datamodule=data, verbose=False)
         assert not [*tmp_path.rglob("clients_*.csv")]
         assert f"hold out no {stage} examples (data.{option} is 0)" in caplog.text
-
-    @pytest.mark.parametrize(
-        ("fractions", "message"),
-        [
-            ({"client_test_fraction": 1.0}, r"client_test_fraction must be in \[0, 1\), got 1"),
-            (
-                {"client_val_fraction": 0.5, "client_test_fraction": 0.5},
-                "at most 0.9 together, got 0",
-            ),
-        ],
-    )
-    def test_fractions_out_of_range_are_refused(self, fractions, message):
-        with pytest.raises(ConfigurationError, match=message):
-            toy_data(**fractions)
 
 
 def test_examples_that_a_checkpoint_may_have_trained_on_are_not_held_out(tmp_path, caplog):

@@ -83,8 +83,11 @@ def test_examples_of_a_stream_are_counted(tmp_path):
     ]
 
 
-def test_what_is_no_table_is_kept_as_it_is(tmp_path):
-    writer, given = predict(lambda x: {"mean": x.mean(), "rows": x}, loader(), tmp_path)
+@pytest.mark.parametrize(
+    "answer", [lambda x: {"mean": x.mean(), "rows": x}, lambda x: torch.zeros(len(x), len(x))]
+)
+def test_what_is_no_table_is_kept_as_it_is(answer, tmp_path):
+    writer, given = predict(answer, loader(), tmp_path)
     assert writer.path == tmp_path / "predictions.pt"
     found = torch.load(writer.path, weights_only=True)
     torch.testing.assert_close(found, [given], rtol=0, atol=0)
@@ -95,11 +98,6 @@ def test_a_file_that_is_there_stays(tmp_path):
     writer, _ = predict(lambda x: x[:, 0], loader(), tmp_path)
     assert writer.path == tmp_path / "predictions_1.csv"
     assert (tmp_path / "predictions.csv").read_text() == "mine"
-
-
-def test_rows_of_different_lengths_are_no_table(tmp_path):
-    writer, _ = predict(lambda x: torch.zeros(len(x), len(x)), loader(), tmp_path)  # of 2, 2, 1
-    assert writer.path == tmp_path / "predictions.pt"
 
 
 @pytest.mark.filterwarnings("ignore:predict returned None")

@@ -24,7 +24,7 @@ machine     CPU, 2 processes of 1 thread
 run         runs/quickstart/version_0
 bytes       a client sends about 609 kB and receives 609 kB a round; 5 clients
             in 3 rounds: 9.13 MB and 9.13 MB
-engine      sequential, because 48 local steps do not repay a trial
+engine      sequential, because 36 local steps do not repay a trial
 """,
     120: """\
 data        Digits, 20 clients with 58 to 59 examples, 1,174 in all; 5 of 10 classes each
@@ -34,7 +34,7 @@ federation  5 of 20 clients a round, 1 local epoch, 3 rounds; Mean
 machine     CPU, 2 processes of 1 thread
 run         runs/quickstart/version_0
 bytes       a client sends about 609 kB and receives 609 kB a round; 5 clients in 3 rounds: 9.13 MB and 9.13 MB
-engine      sequential, because 48 local steps do not repay a trial
+engine      sequential, because 36 local steps do not repay a trial
 """,
 }
 AFTER = """

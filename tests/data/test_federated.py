@@ -117,13 +117,6 @@ class TestFingerprint:
 
 
 class TestBatches:
-    def test_are_the_data_sets_examples(self):
-        data = toy_data()
-        x, y = data.train_batch(data.clients[2])
-        expected = data.source.train[data.clients[2]]
-        assert torch.equal(x, expected[0])
-        assert torch.equal(y, expected[1])
-
     def test_have_the_sources_size_unless_given(self):
         assert toy_data(batch_size=5).batch_size == 5
         assert (
@@ -134,10 +127,6 @@ class TestBatches:
         sampler = torch.utils.data.BatchSampler(range(12), batch_size=4, drop_last=True)
         data = federated(DataLoader(Letters(), sampler=sampler, batch_size=None))
         assert (data.batch_size, data.drop_last) == (4, True)
-
-    def test_are_put_together_by_the_sources_collate(self):
-        loader = DataLoader(Letters(), collate_fn=lambda rows: [int(y) for _, y in rows])
-        assert federated(loader).train_batch(torch.tensor([3, 1])) == [3, 1]
 
     def test_held_out_batches_hold_every_example_once(self):
         data = toy_data(client_val_fraction=0.5, batch_size=4)

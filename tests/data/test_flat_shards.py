@@ -18,7 +18,7 @@ from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.partition import IID
 from fl_lightning.data.shards import FlatShards
-from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
+from fl_lightning.data.summary import PartitionSummary
 
 LISTS = st.lists(
     st.lists(st.integers(0, 50), max_size=9).map(lambda s: np.array(s, dtype=np.int64)),
@@ -69,16 +69,6 @@ class TestIsLikeAList:
             flat[2]
         with pytest.raises(IndexError):
             flat.take([2])
-
-    def test_joins_like_one(self):
-        assert np.concatenate(IID().assign(np.zeros(9), 2, 0)).sum() == 36
-
-    @given(shards=LISTS.filter(len))
-    def test_fingerprint_and_summary_are_the_lists(self, shards):
-        labels = np.arange(51) % 4
-        one, other = (PartitionSummary.of(s, labels) for s in (shards, FlatShards.of(shards)))
-        np.testing.assert_array_equal(one.counts, other.counts)
-        assert one.fingerprint == other.fingerprint == partition_fingerprint(shards)
 
     def test_indices_take_four_bytes_where_they_fit(self):
         sizes = np.array([1])
@@ -141,8 +131,6 @@ class TestOverlappingShards:
             assert (len(kept), len(held)) == (15, 5)
             window = range(client % 40, client % 40 + 20)
             assert sorted(torch.cat([kept, held]).tolist()) == list(window)
-
-    def test_are_counted_for_everybody_who_has_them(self):
         assert toy_data(50, partition=Windows()).summary().counts.sum() == 50 * 20
 
 

@@ -5,13 +5,12 @@ import pickle
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from toys import ToyData, ToyModule, toy_data, toy_trainer
 
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.forwarding import ForwardingDataModule
 from fl_lightning.federation.federation import Federation
 
 
@@ -183,11 +182,3 @@ class TestHyperparameters:
         self.written(federated(flavour="salty"), tmp_path)
         loaded = Rich.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
         assert loaded.hparams.flavour == "salty"
-
-
-def test_it_is_a_data_module_by_itself():
-    data = ForwardingDataModule(Rich())
-    data.setup("fit")
-    assert data.num_classes == 3
-    assert isinstance(data, LightningDataModule)
-    assert not isinstance(data, LightningModule)

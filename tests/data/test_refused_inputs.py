@@ -253,6 +253,8 @@ SETS = {
     "more clients than examples": (divided(IID(), num_clients=13), "at most the number of examples, 12, got 13"),
     "half a class": (lambda: LabelShards(classes_per_client=1.5), "classes_per_client must be a whole number, got 1.5"),
     "classes of real numbers": (divided(LabelShards(classes_per_client=1), labels=[n / 7 for n in range(12)]), "set data.bins"),
+    "all held out": (divided(client_test_fraction=1.0), r"client_test_fraction must be in \[0, 1\), got 1"),
+    "nothing left": (divided(client_val_fraction=0.5, client_test_fraction=0.5), "at most 0.9 together, got 0"),
     "one bin": (divided(bins=1), "bins must be at least 2, got 1"),
     "bins of text": (divided(LabelShards(classes_per_client=1), labels=list("ab") * 6, bins=2), "divides one finite number per example"),
     "two labels of twelve": (divided(IID(), labels=[1, 2]), "data.labels: .* has 12 examples, got 2 values"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from fl_lightning.data.shards import FlatShards, local_order
+from fl_lightning.data.shards import local_order
 from fl_lightning.data.training_set import batch_reader
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
@@ -91,34 +91,6 @@ class TestLocalOrder:
         assert drawn(3, 7, num_batches=3, drop_last=True) == [[100, 101, 102]] * 3
 
 
-class TestHoldOut:
-    @given(
-        lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12),
-        fraction=st.floats(0, 1, exclude_max=True),
-        seed=st.integers(0, 99),
-    )
-    def test_hold_out_splits_every_shard(self, lengths, fraction, seed):
-        cuts = np.cumsum(lengths)[:-1]
-        order = np.random.default_rng(seed).permutation(sum(lengths))
-        shards = FlatShards.of(np.split(order, cuts))
-        kept, held = shards.hold_out(fraction, np.random.default_rng(seed))
-        for shard, stays, goes in zip(shards, kept, held, strict=True):
-            assert sorted([*stays.tolist(), *goes.tolist()]) == sorted(shard.tolist())
-            if fraction == 0 or len(shard) < 2:
-                assert len(goes) == 0
-            else:
-                assert 1 <= len(goes) <= len(shard) - 1
-                wanted = np.clip(round(fraction * len(shard)), 1, len(shard) - 1)
-                assert len(goes) == wanted
-
-    def test_hold_out_is_drawn(self):
-        shards = FlatShards.of([np.arange(100)])
-        found = [shards.hold_out(0.3, np.random.default_rng(seed))[1][0] for seed in (0, 0, 1)]
-        assert torch.equal(found[0], found[1])
-        assert not torch.equal(found[0], found[2])
-        assert sorted(found[0].tolist()) != list(range(30))
-
-
 class TestGather:
     @pytest.mark.parametrize(
         "dataset",
@@ -144,18 +116,6 @@ class TestGather:
         loader = DataLoader(dataset, batch_sampler=[indices.tolist()])
         for one, other in zip(found, next(iter(loader)), strict=True):
             assert torch.equal(one, other)
-
-    def test_sees_through_nested_subsets(self):
-        nested = Subset(Subset(Whole(), [5, 6, 7, 8]), [3, 1])
-        x, y = batch_reader(nested)(torch.tensor([1, 0]))
-        assert torch.equal(x, X[[6, 8]])
-        assert torch.equal(y, Y[[6, 8]])
-
-    def test_a_collate_function_of_ones_own_gets_examples(self):
-        for dataset in (TensorDataset(X, Y), Pairs(), Subset(Pairs(), range(12))):
-            reader = batch_reader(dataset, lambda rows: [int(y) for _, y in rows])
-            labels = reader(torch.tensor([3, 4]))
-            assert labels == [3, 4]
 
     def test_a_subclass_of_a_tensor_data_set_keeps_its_own_examples(self):
         class Negated(TensorDataset):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from jsonargparse import auto_cli
 from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from small_sets import write_folder, write_idx, write_pickles
@@ -15,7 +14,7 @@ from small_sets import write_folder, write_idx, write_pickles
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data import FederatedDataModule, NaturalPartition
 from fl_lightning.data.sources.image_folder import ImageFolder
-from fl_lightning.data.sources.image_source import ImageSource, ImageTensors
+from fl_lightning.data.sources.image_source import ImageTensors
 from fl_lightning.data.sources.known_sets import (
     CIFAR10,
     CIFAR100,
@@ -161,29 +160,6 @@ def test_a_trainer_fits_validates_and_predicts(val_fraction, tmp_path):
     assert ("val/loss" in trainer.callback_metrics) == (val_fraction > 0)
     predicted = torch.cat(trainer.predict(model, datamodule=digits))
     assert torch.equal(predicted, digits.test_set.targets)
-
-
-def from_yaml(class_name, **init_args):
-    """Return the source that a configuration file makes of these words."""
-
-    def build(source: ImageSource):
-        return source
-
-    source = {"class_path": f"fl_lightning.data.sources.{class_name}", "init_args": init_args}
-    return auto_cli(build, args=[json.dumps(source)])
-
-
-@pytest.mark.parametrize("name", ["known_sets.Digits", "known_sets.CIFAR10"])
-def test_sources_are_made_from_yaml(name):
-    source = from_yaml(name, batch_size=8, seed=3, augment=True)
-    assert (source.batch_size, source.seed, source.augment) == (8, 3, True)
-
-
-def test_an_image_folder_is_made_from_yaml():
-    folder = {"root": "here", "image_size": 32, "mean": [0, 0, 0], "test": None}
-    source = from_yaml("image_folder.ImageFolder", **folder)
-    assert source.pipeline.mean == (0, 0, 0)
-    assert source.pipeline.crop_padding == 4
 
 
 # --- torchvision's formats

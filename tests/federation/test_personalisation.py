@@ -34,6 +34,7 @@ from fl_lightning import (
 )
 from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.data import Digits, LabelShards
+from fl_lightning.federation import recalled_models
 from fl_lightning.server import FedBuff
 
 
@@ -518,3 +519,11 @@ class TestCorrectionsBesideACopy:
         present = federation.state_dict()["memory"]["present"]
         learnt = [entry for entry in present if entry[0] == "correction"]
         assert learnt == plain.state_dict()["memory"]["present"]
+
+
+def test_personal_models_in_files_of_a_process_that_ended_are_not_evaluated(caplog):
+    memory = {"present": [("personal", 0, "gone.vector", "float32", 1)]}
+    saved = {"personal": {"names": ["bias"]}, "memory": memory}
+    with caplog.at_level("INFO"):
+        assert recalled_models(toy_trainer(), KINDS["FedRep"], 0, None, saved) is None
+    assert "evaluate them with ckpt_path" in caplog.text

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn import functional as F
@@ -514,9 +514,12 @@ class TestResuming:
 
 def test_what_a_fit_leaves_behind_comes_home(tmp_path):
     callback = ModelCheckpoint(tmp_path, monitor="val/loss", save_last=True)
-    _, trainer = fit(2, None, None, callback, enable_checkpointing=True)
+    stopping = EarlyStopping("val/loss", patience=9)
+    _, trainer = fit(2, None, None, callback, stopping, enable_checkpointing=True)
     assert Path(callback.best_model_path).exists()
     assert Path(callback.last_model_path).exists()
+    assert callback.best_model_score == stopping.best_score  # states of all callbacks
+    assert trainer.callbacks[0].state_dict()["server"]
     with pytest.raises(ConfigurationError, match="build another Trainer"):
         trainer.fit(Counting(), datamodule=toy_data())
 

@@ -105,6 +105,10 @@ def test_watching_changes_nothing():
 
 
 def test_what_has_no_hessian_is_refused():
+    with pytest.raises(ConfigurationError, match="window"):
+        StopAtCollapse(window=0)
+    with pytest.raises(ConfigurationError, match="ratio"):
+        StopAtCollapse(ratio=1.0)
     with pytest.raises(ConfigurationError, match="HardGumbel draws"):
         rounds_of(
             supernet(TwoLayers(), HardGumbel()),

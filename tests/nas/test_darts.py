@@ -82,21 +82,24 @@ OURS = str(SPACE.parse(DARTS_V2))
     ("text", "said"),
     [
         ("", "it ends there; expected 'normal:'"),
-        (OURS.replace("dil_conv_3x3", "dil_conv_7x7"), "is 'dil_conv_7x7'; expected an operation"),
+        (OURS.replace("dil_conv_3x3", "dil_conv_7x7"), "is 'dil_conv_7x7'; expected the operation"),
         (OURS.replace("none", "").replace("sep_conv_3x3", "none", 1), "character 9 is 'none'"),
         (
             OURS.replace("~1", "~0", 1),
-            "expected an earlier node, not the other input of this one: 1",
+            "expected the earlier node, not the other input of this one: 1",
         ),
-        (OURS.replace("~2|;", "~5|;"), "is '5'; expected an earlier node"),
+        (OURS.replace("~2|;", "~5|;"), "is '5'; expected the earlier node"),
         (OURS.replace("reduction", "reduce"), "expected ';reduction:'"),
         (OURS + "|", "expected its end"),
         (DARTS_V2[:-1], "is 'Genotype'; expected 'normal:'"),
         (DARTS_V2.replace("range(2, 6)", "range(3, 6)", 1), "is 'Genotype'; expected 'normal:'"),
-        (DARTS_V2.replace("'dil_conv_3x3', 2", "'conv', 2"), "expected an operation: max_pool_3x3"),
-        (DARTS_V2.replace("'dil_conv_3x3', 2", "'dil_conv_3x3', 5"), "expected an earlier node"),
+        (
+            DARTS_V2.replace("'dil_conv_3x3', 2", "'conv', 2"),
+            "expected the operation: max_pool_3x3",
+        ),
+        (DARTS_V2.replace("'dil_conv_3x3', 2", "'dil_conv_3x3', 5"), "expected the earlier node"),
         (DARTS_V2.replace("'dil_conv_3x3', 2", "'dil_conv_3x3', 0"), "not the other input"),
-        (DARTS_V2.replace(", ('dil_conv_3x3', 2)", ""), "expected an operation"),
+        (DARTS_V2.replace(", ('dil_conv_3x3', 2)", ""), "expected the operation"),
     ],
 )
 def test_what_is_no_architecture_is_refused_with_the_place(text, said):

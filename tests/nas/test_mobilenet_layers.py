@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_size_spaces import TINY_MOBILENET
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
@@ -10,15 +11,7 @@ from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import SKIP, MobileNetLayers
 
 SPACE = MobileNetLayers()
-TINY = MobileNetLayers(
-    MobileNet(
-        depths=(1, 2),
-        widths=(8, 8, 8, 16, 16, 24),
-        strides=(1, 2, 2),
-        squeeze=(False, True, False),
-        swish=(False, False, True),
-    )
-)
+TINY = MobileNetLayers(TINY_MOBILENET)
 
 
 class Mixed(nn.Module):
@@ -120,7 +113,7 @@ def test_the_best_operation_of_each_row_is_derived():
     ("text", "message"),
     [
         ("k3e3-k3e3-k3e3|k3e3", r"character 10 is '-'; expected '\|'"),
-        ("k3e4-k3e3|k3e3-k3e3", "character 1 is 'k3e4'; expected an operation: k3e3, k3e6"),
+        ("k3e4-k3e3|k3e3-k3e3", "character 1 is 'k3e4'; expected the operation: k3e3, k3e6"),
         ("k3e3-k3e3|k3e3", "it ends there; expected '-'"),
     ],
 )

@@ -68,7 +68,7 @@ def test_the_number_of_an_operation_is_its_place_in_the_string():
         (FIRST.replace("~1", "~0", 1), "expected the number of its source: 1"),
         (FIRST[:-1], "it ends there; expected '|'"),
         (FIRST + "+", "expected its end"),
-        ("|none~0|+|none~0|", "expected an operation: none, skip_connect, nor_conv_1x1"),
+        ("|none~0|+|none~0|", "expected the operation: none, skip_connect, nor_conv_1x1"),
     ],
 )
 def test_what_is_no_cell_is_refused_with_the_place(text, said):

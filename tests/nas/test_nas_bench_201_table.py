@@ -52,9 +52,9 @@ def test_cells_that_the_table_lacks_are_refused(table):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([], "lacks the columns ArchitectureString, CIFAR10TestAccuracy200Epochs"),
+        ([], "cannot be read"),
         ([HEADER.replace("CIFAR100", "cifar100"), *ROWS], "lacks the columns CIFAR100TestAcc"),
-        ([HEADER], "has a header and no cells"),
+        ([HEADER], "has no cells"),
         ([HEADER, *ROWS, ROWS[1]], "line 7: |skip_connect~0|+"),
         ([HEADER, ROWS[0], ROWS[1].replace("54.5", "many")], "line 3: CIFAR10TestAccuracy200Epoc"),
         ([HEADER, ROWS[0].replace(",60", "")], "CIFAR100TestAccuracy200Epochs must be a number"),

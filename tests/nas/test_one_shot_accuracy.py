@@ -5,18 +5,15 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from test_one_shot import RESNET
 from toys import toy_trainer
 
 from fl_lightning import FederatedDataModule, Federation
 from fl_lightning.data import Digits
 from fl_lightning.models import ImageClassifier, Schedule
-from fl_lightning.nas import DeviceClasses, OneShot, ResNet, Sandwich
+from fl_lightning.nas import DeviceClasses, OneShot, Sandwich
 from fl_lightning.sparsity import SparseSGDM
 
-SPACE = ResNet(
-    stem=8, channels=(16, 32), strides=(1, 2), stem_strides=(1, 1), widths=(0.5, 1.0),
-    depths=((1, 2), (1, 2)), expansions=(0.5, 1.0),
-)  # fmt: skip
 OPTIONS = {
     "num_classes": 10,
     "image_size": 8,
@@ -38,13 +35,13 @@ def accuracies(module, rounds=40):
 
 def one_shot(**options):
     seed_everything(0, verbose=False)
-    return OneShot(SPACE, Sandwich(2), in_channels=1, seed=0, **OPTIONS, **options)
+    return OneShot(RESNET, Sandwich(2), in_channels=1, seed=0, **OPTIONS, **options)
 
 
 @pytest.mark.slow
 def test_the_largest_is_as_good_as_alone(capsys):
     seed_everything(0, verbose=False)
-    network = SPACE.build(SPACE.largest, num_classes=10, in_channels=1)
+    network = RESNET.build(RESNET.largest, num_classes=10, in_channels=1)
     alone = accuracies(ImageClassifier(network, in_chans=1, **OPTIONS))
     together = accuracies(one_shot())
     three = DeviceClasses([0.25, 0.5, 1.0], [0.4, 0.3, 0.3], seed=0)
@@ -67,7 +64,7 @@ def test_recalibration_gains(capsys):
     module.eval()
     [images, labels] = map(torch.cat, zip(*data.val_dataloader(), strict=True))
     with torch.no_grad():  # with the largest network's statistics
-        found = module(images, SPACE.smallest).argmax(1) == labels
+        found = module(images, RESNET.smallest).argmax(1) == labels
     right["before"] = 100 * float(found.float().mean())
     right["after"] = 100 * float(trainer.callback_metrics["val/smallest_accuracy"])
     with capsys.disabled():

@@ -10,7 +10,7 @@ from toys import toy_trainer
 from fl_lightning import ConfigurationError, Federation, MaskCalibration, OverlapMean
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.nas import BudgetTable, DeviceClasses, RandomPath
-from fl_lightning.nas.sub_networks.capability import CostOf, limits, reach, within
+from fl_lightning.nas.sub_networks.capability import Budget, CostOf, limits, reach, within
 from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
 from fl_lightning.sparsity import SparseSGDM
 
@@ -56,11 +56,11 @@ def test_what_is_in_reach_is_what_sub_networks_inside_the_limit_move(space):
 
 def test_classes_have_their_shares_and_a_table_is_read(tmp_path):
     budgets = DeviceClasses([1.0, 2.0, 3.0], [0.5, 0.3, 0.2], relative=False, seed=3).budgets(10)
-    assert [budgets.count(b) for b in (1.0, 2.0, 3.0)] == [5, 3, 2]
+    assert [budgets.count(Budget(b)) for b in (1.0, 2.0, 3.0)] == [5, 3, 2]
     assert budgets != DeviceClasses([1.0, 2.0, 3.0], [0.5, 0.3, 0.2], seed=4).budgets(10)
     path = tmp_path / "budgets.csv"
     path.write_text("client,budget\n1,5e5\n0,2e5\n")
-    assert BudgetTable(str(path)).budgets(2) == [2e5, 5e5]
+    assert BudgetTable(str(path)).budgets(2) == [Budget(2e5), Budget(5e5)]
     with pytest.raises(ConfigurationError, match="no budget for client 2; there are 3"):
         BudgetTable(str(path)).budgets(3)
     path.write_text("client,flops\n1,5e5\n")

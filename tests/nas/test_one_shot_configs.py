@@ -51,7 +51,3 @@ def test_a_method_runs_over_a_space(folder, space, method):
         "--data.init_args.source.init_args.root=images",
         "--data.init_args.source.init_args.batch_size=8",
     )
-
-
-def test_the_quickstart_runs(folder):
-    run(folder, "--config", str(CONFIGS / "one_shot_quickstart.yaml"))

@@ -8,8 +8,13 @@ from toys import toy_trainer
 from fl_lightning import ConfigurationError, Federation
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import NASBench201, Network, Sandwich
-from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore, training_accuracies
-from fl_lightning.nas.sub_networks.recalibration import apply_sums, collect_sums, recalibrated
+from fl_lightning.nas.sub_networks.evaluation import (
+    SubNetworkScore,
+    apply_sums,
+    collect_sums,
+    recalibrated,
+    training_accuracies,
+)
 
 
 def batches():
@@ -18,7 +23,7 @@ def batches():
 
 def test_a_score_is_the_accuracy_of_the_extracted_network_with_its_statistics():
     net = fitted(one_shot(RESNET), data(1)).network
-    score = SubNetworkScore(net, batches(), batches())
+    score = SubNetworkScore(net, batches, batches)
     found = score(RESNET.smallest)
     plain = RESNET.extract(net, RESNET.smallest)
     sums = collect_sums(plain, lambda batch: plain(batch[0]), batches())
@@ -54,7 +59,7 @@ def test_scores_are_the_share_of_training_examples_that_are_right(space, federat
         else [torch.cat([*map(clients.__getitem__, range(3))])]
     )
     batches = [source.evaluation_batch(indices) for indices in owners]
-    score = SubNetworkScore(module.network, batches, batches)
+    score = SubNetworkScore(module.network, lambda: batches, lambda: batches)
     assert found == pytest.approx([score(architecture) for architecture in drawn])
     assert len(set(found)) > 1
 

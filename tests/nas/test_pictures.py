@@ -19,7 +19,7 @@ from fl_lightning.nas.pictures import (
     on_front,
     save,
 )
-from fl_lightning.nas.search.findings import front_panel
+from fl_lightning.nas.search.findings import Findings
 from fl_lightning.nas.search.problem import Constraint, Evaluated, SearchResult
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
@@ -124,9 +124,9 @@ def test_a_front_is_drawn_with_its_bound_and_the_names_of_all_networks():
     found = [Evaluated(c, score, {"flops": x}) for c, (x, score) in zip(cells, values, strict=True)]
     constraints = [Constraint("flops", 3.5), Constraint("params", 7.0)]
     panel = Figure().subplots()
-    tooltips = front_panel(
-        SearchResult(tuple(found)), measure="flops", score="synflow", constraints=constraints
-    )(panel)
+    tooltips = Findings(SearchResult(tuple(found)), "flops", "synflow", constraints).draw_front(
+        panel
+    )
     assert panel.collections[0].get_offsets().tolist() == [[3, 0.9], [1, 0.5], [2, 0.4]]
     assert panel.lines[0].get_xydata().tolist() == [[1, 0.5], [3, 0.9]]
     assert [line.get_xdata() for line in panel.lines[1:]] == [[3.5, 3.5]]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from nas_bench_201_costs import benchmark_flops, benchmark_params
+from small_sets import write_folder
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
@@ -16,6 +17,7 @@ from fl_lightning.nas.search.proxies import (
     PROXIES,
     MeanRank,
     ProxyScore,
+    folder_batch,
     grad_norm,
     jacov,
     l2_norm,
@@ -133,6 +135,20 @@ def test_every_proxy_scores_every_space(space, name):
     assert math.isfinite(score(drawn)) or space == "nas_bench_201"
     assert score(drawn) == score(drawn)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("in_channels", [1, 3])
+def test_a_batch_of_a_folder_has_its_images_in_one_scale(tmp_path, in_channels):
+    write_folder(tmp_path, "images", ["a", "b"], 3, size=(8, 8))
+    images, labels = folder_batch(
+        tmp_path / "images", 4, side=6, in_channels=in_channels, num_classes=2, seed=0
+    )
+    assert images.shape == (4, in_channels, 6, 6)
+    assert set(labels.tolist()) == {0, 1}
+    assert float(images.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(images.std()) == pytest.approx(1, abs=1e-5)
+    with pytest.raises(ConfigurationError, match="2 classes, and num_classes is 1"):
+        folder_batch(tmp_path / "images", 4, side=6, in_channels=in_channels, num_classes=1, seed=0)
 
 
 @pytest.mark.slow

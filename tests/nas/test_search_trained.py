@@ -158,8 +158,8 @@ def test_what_a_search_over_cells_leaves_trains_by_itself():
         (["--ckpt_path=ONE", "--score=synflow"], "synflow is of untrained networks"),
         (["--ckpt_path=ONE", "--config=no.yaml"], "no.yaml"),
         (["--ckpt_path=ONE", "--config", CELLS], "another space: model.class_path"),
-        (["--ckpt_path=ONE", "--constraint=joules<=1"], "There are flops, params, activations"),
-        (["--ckpt_path=ONE", "--constraint=params<=1"], "the smallest params is"),
+        (["--ckpt_path=ONE", "--constraint=joules<=1"], "Costs are flops, params, activations"),
+        (["--ckpt_path=ONE", "--constraint=params<=1"], "the closest has params"),
         (
             ["--ckpt_path=ONE", "--", "--data.init_args.source.init_args.val_fraction=0"],
             "no validation examples",

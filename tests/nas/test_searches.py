@@ -121,21 +121,14 @@ def test_scores_of_known_networks_are_not_asked_for_again():
 
 
 @pytest.mark.parametrize(
-    ("texts", "says"),
-    [
-        (["flop<=1"], "character 1 is 'flop<=1'.*'flops'"),
-        (["flops<1e7"], "character 6 is '<1e7'; expected <= or >="),
-        (["flops<=many"], "character 8 is 'many'; expected a number above 0"),
-        (["flops<=-3"], "expected a number above 0"),
-        (["flops<=nan"], "expected a number above 0"),
-        (["flops<=1e7 params"], "character 12 is 'params'; expected the end"),
-        (["params<=1e6", ""], "it ends too early; expected the name of a cost"),
-        (["latency_ms<=8"], "--latency"),
-    ],
+    "text",
+    ["", "flop<=1", "flops<1e7", "flops<=many", "flops<=-3", "flops<=nan", "flops<=1e7 params"],
 )
-def test_a_constraint_that_makes_no_sense_is_refused_with_the_place(texts, says):
-    with pytest.raises(ConfigurationError, match=says):
-        tuple(Constraint.parse(text, MEASURES) for text in texts)
+def test_a_constraint_that_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError, match=r"a number above 0.*Costs are flops, params$"):
+        Constraint.parse(text, MEASURES)
+    with pytest.raises(ConfigurationError, match=r"latency_ms needs a file.*--latency"):
+        Constraint.parse("latency_ms<=8", MEASURES)
 
 
 def test_a_constraint_reads_back():
@@ -147,9 +140,12 @@ def test_a_constraint_reads_back():
 @pytest.mark.parametrize(
     ("constraints", "says"),
     [
-        (["flops<=1e6"], "no network of nas_bench_201 meets it; the smallest flops is 7,783,050"),
-        (["params>=2e6"], "the largest params is 1,531,546"),
-        (["flops<=8e6", "params>=1e6"], "meets all; the closest has"),
+        (
+            ["flops<=1e6"],
+            "no network of nas_bench_201 was found .* the closest has flops 7,783,050",
+        ),
+        (["params>=2e6"], "the closest has params 1,531,546"),
+        (["flops<=8e6", "params>=1e6"], "the closest has flops .*, params "),
     ],
 )
 def test_constraints_that_nothing_meets_say_what_there_is(constraints, says):
@@ -165,7 +161,7 @@ def test_a_tight_constraint_of_a_large_space_is_met():
     assert len(result.evaluated) == 24
     with pytest.raises(
         ConfigurationError,
-        match=f"smallest flops is {least:,}, of {space.smallest}".replace("|", r"\|"),
+        match=f"closest has flops {least:,}: {space.smallest}".replace("|", r"\|"),
     ):
         RandomSearch().search(problem(f"flops<={0.99 * least}", space=space), 1)
 

@@ -13,18 +13,12 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
 from fl_lightning.nas.spaces.vit import small_vit
-from fl_lightning.nas.sub_networks.attentive import (
-    Attentive,
-    CostBins,
-    attentive_draw,
-    bins_by_cost,
-)
+from fl_lightning.nas.sub_networks.attentive import Attentive, CostBins
 from fl_lightning.nas.sub_networks.capability import largest_within
 from fl_lightning.nas.sub_networks.methods import (
     ProgressiveShrinking,
+    Shrinking,
     distillation_loss,
-    published_order,
-    sandwich,
     step_generator,
 )
 
@@ -38,21 +32,13 @@ def flops(architecture):
 
 def test_a_step_draws_the_same_whenever_it_is_run():
     def drawn(client, step, round_=2, seed=7):
-        return sandwich(
-            MOBILENET, step_generator(seed, round_=round_, client=client, step=step), num_drawn=3
-        )
+        generator = step_generator(seed, round_=round_, client=client, step=step)
+        return [MOBILENET.sample(generator) for _ in range(3)]
 
     assert drawn(4, 9) == drawn(4, 9)
     others = [drawn(5, 9), drawn(4, 8), drawn(4, 9, round_=3), drawn(4, 9, seed=8), drawn(None, 9)]
     assert all(other != drawn(4, 9) for other in others)
     assert drawn(0, 0) != drawn(None, 0)
-
-
-def test_the_sandwich_is_the_largest_the_smallest_and_drawn_ones():
-    generator = step_generator(0, round_=0, client=None, step=0)
-    largest, smallest, *drawn = sandwich(MOBILENET, generator)
-    assert (largest, smallest, len(drawn)) == (MOBILENET.largest, MOBILENET.smallest, 2)
-    assert sandwich(MOBILENET, generator, num_drawn=0) == [largest, smallest]
 
 
 def test_distillation():
@@ -76,35 +62,33 @@ def test_distillation_is_a_mean_over_examples():
 
 @pytest.mark.parametrize("space", SPACES, ids=lambda space: space.name)
 def test_shrinking_starts_at_the_largest_and_ends_with_all_of_the_space(space):
-    order = published_order(space)
-    phases = 1 + sum(
-        max(len(s.options) for _, s in space.named_sizes if s.name == name) - 1 for name in order
-    )
-    schedule = ProgressiveShrinking(space, order, (2,) * phases)
+    phases = len(Shrinking().schedule(space, 0).rounds)
+    schedule = Shrinking((2,) * phases).schedule(space, 0)
     generator = torch.Generator().manual_seed(0)
     assert [schedule.sample(round_, generator) for round_ in (0, 1)] == [space.largest] * 2
     told = [schedule.phase(round_) for round_ in range(3 * phases)]
     assert told == [min(round_ // 2, phases - 1) for round_ in range(3 * phases)]
     last = [schedule.sample(1000, generator) for _ in range(300)]
-    for index in range(len(space.parts[0].own) + 1):
+    for index in range(len(space.stages[0].own) + 1):
         options = range(len(space.decisions[index].options))
         assert {architecture.choices[index] for architecture in last} == set(options)
 
 
 def test_options_join_in_the_published_order():
     schedule = ProgressiveShrinking(MobileNet(), ("kernel", "depth", "expansion"), (1,) * 7)
-    names = [size.name for _, size in schedule.space.named_sizes]
-    told = [dict(zip(names, schedule.kept(round_), strict=True)) for round_ in range(8)]
+    told = [
+        dict(zip(schedule.space.kinds, schedule.kept(round_), strict=True)) for round_ in range(8)
+    ]
     assert [tuple(kept[name] for name in schedule.order) for kept in told] == [
         *((1, 1, 1), (2, 1, 1), (3, 1, 1), (3, 2, 1), (3, 3, 1), (3, 3, 2), (3, 3, 3), (3, 3, 3)),
     ]
     generator = torch.Generator().manual_seed(0)
     for round_ in range(8):
-        for part in MobileNet().sizes(schedule.sample(round_, generator)):
-            assert len(part.blocks) in (2, 3, 4)[-told[round_]["depth"] :]
-            for kernel, expansion in part.blocks:
-                assert kernel in (3, 5, 7)[-told[round_]["kernel"] :]
-                assert expansion in (3, 4, 6)[-told[round_]["expansion"] :]
+        for stage in MobileNet().pieces_of(schedule.sample(round_, generator))["stages"]:
+            assert stage.depth == len(stage.blocks) in (2, 3, 4)[-told[round_]["depth"] :]
+            for _, block in stage.blocks:
+                assert block.kernel in (3, 5, 7)[-told[round_]["kernel"] :]
+                assert block.expansion in (3, 4, 6)[-told[round_]["expansion"] :]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +131,7 @@ def test_a_budget_that_nothing_meets_names_the_smallest():
 def test_bins_count_what_uniform_draws_have():
     """Every size of every draw, those without effect as well; by hand."""
     space = small_resnet()
-    bins = bins_by_cost(space, flops, seed=0, num_drawn=300, num_bins=4)
+    bins = CostBins(space, flops, seed=0, num_drawn=300, num_bins=4)
     generator = torch_generator(0, "attentive bins")
     columns = [torch.randint(len(d.options), (300,), generator=generator) for d in space.decisions]
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
@@ -171,7 +155,7 @@ def test_draws_of_a_bin_follow_its_options_and_keep_to_its_cost():
         stem=8, channels=(16,), strides=(1,), stem_strides=(1, 1), widths=(0.5, 1.0),
         depths=((1, 2),), expansions=(0.5, 1.0),
     )  # fmt: skip
-    bins = bins_by_cost(space, flops, seed=0, num_drawn=200, num_bins=3)
+    bins = CostBins(space, flops, seed=0, num_drawn=200, num_bins=3)
     raw = list(product(*(range(len(decision.options)) for decision in space.decisions)))
     generator = torch.Generator().manual_seed(1)
     for number in range(3):
@@ -195,8 +179,8 @@ def test_after_a_hundred_more_draws_a_candidate_of_another_bin_is_taken():
         asked.append(architecture)
         return 0.0
 
-    space, uniform = small_resnet(), bins_by_cost(small_resnet(), flops, seed=0, num_bins=2)
-    bins = CostBins(space, never, torch.tensor([0.0, 1.0, 2.0]), uniform.shares, uniform.options)
+    bins = CostBins(small_resnet(), flops, seed=0, num_bins=2)
+    bins.cost, bins.edges = never, torch.tensor([0.0, 1.0, 2.0])
     drawn = bins.draw(1, torch.Generator().manual_seed(0))
     assert len(asked) == 101
     assert drawn is asked[-1]
@@ -205,7 +189,7 @@ def test_after_a_hundred_more_draws_a_candidate_of_another_bin_is_taken():
 @pytest.mark.parametrize("keep", ["best", "worst"])
 def test_attentive_draws_are_the_extremes_of_one_bin(keep):
     space = small_resnet()
-    bins = bins_by_cost(space, flops, seed=0, num_drawn=200, num_bins=4)
+    bins = CostBins(space, flops, seed=0, num_drawn=200, num_bins=4)
     seen = []
 
     def predict(architectures):
@@ -214,7 +198,7 @@ def test_attentive_draws_are_the_extremes_of_one_bin(keep):
 
     def draw(step):
         generator = step_generator(0, round_=0, client=1, step=step)
-        return attentive_draw(bins, predict, generator, keep=keep, num_candidates=20)
+        return bins.attentive_draw(predict, generator, keep=keep, num_candidates=20)
 
     for step in range(20):
         drawn = draw(step)
@@ -228,12 +212,11 @@ def test_attentive_draws_are_the_extremes_of_one_bin(keep):
 
 def test_bins_are_drawn_as_often_as_their_share():
     space = small_resnet()
-    bins = bins_by_cost(space, flops, seed=0, num_drawn=500, num_bins=3)
+    bins = CostBins(space, flops, seed=0, num_drawn=500, num_bins=3)
     generator = torch.Generator().manual_seed(0)
     equal = lambda architectures: [0.0] * len(architectures)
     found = Counter(
-        bins.of(flops(attentive_draw(bins, equal, generator, num_candidates=1)))
-        for _ in range(2000)
+        bins.of(flops(bins.attentive_draw(equal, generator, num_candidates=1))) for _ in range(2000)
     )
     for number, share in enumerate(bins.shares.tolist()):
         assert found[number] / 2000 == pytest.approx(share, abs=0.04)

@@ -6,7 +6,7 @@ from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.resnet import small_resnet
-from fl_lightning.nas.sub_networks.recalibration import (
+from fl_lightning.nas.sub_networks.evaluation import (
     add_sums,
     apply_sums,
     collect_sums,

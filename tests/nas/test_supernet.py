@@ -198,24 +198,6 @@ def test_one_client_is_the_central_search(rule, learn):
     assert not torch.equal(one.alpha, supernet(NASBench201(), rule, **options).alpha)
 
 
-def test_evaluation_data_never_reach_alpha():
-    class Evaluated(LoaderData):
-        def __init__(self, labels):
-            super().__init__(DataLoader(vectors(), batch_size=60, shuffle=True))
-            self.held = TensorDataset(vectors().tensors[0], labels)
-
-        def val_dataloader(self):
-            return DataLoader(self.held, batch_size=60)
-
-        test_dataloader = val_dataloader
-
-    found = []
-    for labels in (vectors().tensors[1], 1 - vectors().tensors[1]):
-        source = FederatedDataModule(Evaluated(labels), num_clients=3, search_fraction=0.5, seed=0)
-        found.append(fitted(supernet(TwoLayers()), source, Federation(local_steps=1)))
-    assert torch.equal(weights(found[0]), weights(found[1]))
-
-
 @pytest.mark.parametrize("federation", [[], [1]], ids=["central", "federated"])
 def test_the_numbers_of_a_round_are_of_alpha_after_it(federation):
     class Seen(Callback):

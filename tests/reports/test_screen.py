@@ -19,15 +19,21 @@ def at_a_terminal(monkeypatch):
     return found
 
 
+def opened(*status):
+    """Return a screen that shows some status lines."""
+    screen = StatusLines()
+    screen.open()
+    screen.show(*status)
+    return screen
+
+
 def lines(terminal):
     return seen(terminal.getvalue().replace("\n", "\r\n"), 80)
 
 
 def test_what_is_printed_scrolls_above_the_lines(monkeypatch):
     terminal = at_a_terminal(monkeypatch)
-    screen = StatusLines()
-    screen.open()
-    screen.show("bar 1/2", "  inner 3/5")
+    screen = opened("bar 1/2", "  inner 3/5")
     print("a message that is much longer than the bar")
     print("two", "words", sep="\n", file=sys.stderr)
     assert lines(terminal) == [
@@ -43,9 +49,7 @@ def test_what_is_printed_scrolls_above_the_lines(monkeypatch):
 
 def test_the_beginning_of_a_line_waits_for_its_end(monkeypatch):
     terminal = at_a_terminal(monkeypatch)
-    screen = StatusLines()
-    screen.open()
-    screen.show("bar")
+    screen = opened("bar")
     print("begun ", end="", flush=True)
     assert lines(terminal) == ["bar"]
     screen.show("bar")
@@ -62,9 +66,7 @@ def test_handlers_write_above_the_lines_and_get_their_streams_back(monkeypatch):
     logger = logging.getLogger("fl_lightning.somebody")
     logger.addHandler(handler)
     try:
-        screen = StatusLines()
-        screen.open()
-        screen.show("bar")
+        screen = opened("bar")
         logger.warning("careful")
         assert lines(terminal) == ["careful", "bar"]
         screen.close()
@@ -79,9 +81,7 @@ def test_handlers_that_follow_standard_error_are_left_alone(monkeypatch):
     logger = logging.getLogger("fl_lightning.follower")
     logger.addHandler(logging.lastResort)
     try:
-        screen = StatusLines()
-        screen.open()
-        screen.show("bar")
+        screen = opened("bar")
         logger.warning("above")
         screen.close()
     finally:
@@ -108,9 +108,7 @@ def test_a_process_that_does_not_draw_clears_what_another_one_has_drawn(monkeypa
 def test_without_a_terminal_nothing_happens(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    screen = StatusLines()
-    screen.open()
-    screen.show("bar")
+    screen = opened("bar")
     screen.close("done")
     assert not screen.is_open
     assert stream.getvalue() == ""
@@ -123,9 +121,7 @@ def test_a_terminal_without_signs_gets_a_bar_of_letters(monkeypatch):
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", stream)
-    screen = StatusLines()
-    screen.open()
-    screen.show(run_line("round 1/2", 0.5, "", {}, 79))
+    screen = opened(run_line("round 1/2", 0.5, "", {}, 79))
     screen.close()
     assert seen(raw.getvalue().decode("ascii").split("\x1b[J")[1], 80)[0].startswith(
         f"round 1/2  {'-' * 15}"
@@ -135,9 +131,7 @@ def test_a_terminal_without_signs_gets_a_bar_of_letters(monkeypatch):
 def test_no_color_is_kept_to(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     terminal = at_a_terminal(monkeypatch)
-    screen = StatusLines()
-    screen.open()
-    screen.show(run_line("round 1/2", 0.5, "", {}, 79))
+    screen = opened(run_line("round 1/2", 0.5, "", {}, 79))
     screen.close()
     assert "━" in terminal.getvalue()
     assert "\x1b[3" not in terminal.getvalue()

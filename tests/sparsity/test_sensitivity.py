@@ -28,15 +28,15 @@ def largest_difference(one, other):
     )
 
 
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_four_estimators_of_the_3_by_2_example(vectorize):
+@pytest.mark.parametrize("limit", [None, 1])
+def test_four_estimators_of_the_3_by_2_example(limit):
     """W (3, 2), four examples, logits X Wᵀ: four different scores, four different rankings."""
     module = nn.Linear(2, 3, bias=False)
     with torch.no_grad():
         module.weight.copy_(torch.tensor([[0.2, -0.1], [0, 0.3], [-0.4, 0.1]]))
     x = torch.tensor([[1.0, 2], [0.5, -1], [-1, 0.3], [2, 0]])
     batches = [(x, torch.tensor([0, 2, 1, 0]))]
-    plain = Scoring(vectorize=vectorize)
+    plain = Scoring(memory_limit=limit)
     expected = {
         ExactFisher(plain): [
             [0.3597662, 0.2651510],
@@ -48,7 +48,7 @@ def test_four_estimators_of_the_3_by_2_example(vectorize):
             [0.2987247, 0.2796670],
             [0.1192523, 0.1868423],
         ],
-        ExactFisher(Scoring(quantity=raw_logits, vectorize=vectorize)): [
+        ExactFisher(Scoring(quantity=raw_logits, memory_limit=limit)): [
             [0.6621099, 0.3928449],
             [0.5620925, 0.5761684],
             [0.3382977, 0.3034866],
@@ -97,7 +97,7 @@ def test_exact_fisher_is_brute_force_and_the_sampled_one_converges_to_it():
 def test_many_at_once_is_one_by_one(estimator, network, shape):
     module, batch = network(), examples(*shape)
     at_once = estimator(scoring=Scoring(memory_limit=2**30))(module, [batch], seed=3)
-    one_by_one = estimator(scoring=Scoring(vectorize=False))(module, [batch], seed=3)
+    one_by_one = estimator(scoring=Scoring(memory_limit=1))(module, [batch], seed=3)
     assert largest_difference(at_once, one_by_one) < 1e-5
 
 
@@ -129,8 +129,8 @@ def test_scores_of_parts_add_up_and_a_limit_takes_the_first_examples(estimator):
 
 
 @pytest.mark.parametrize("estimator", ALL)
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_the_module_stays_as_it_is(estimator, vectorize):
+@pytest.mark.parametrize("limit", [None, 1])
+def test_the_module_stays_as_it_is(estimator, limit):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4))
     module[2].eval()
@@ -140,7 +140,7 @@ def test_the_module_stays_as_it_is(estimator, vectorize):
     generator = torch.get_rng_state()
     values = {n: p * 0.5 for n, p in module.named_parameters()}
     with torch.no_grad():
-        scoring = Scoring(vectorize=vectorize)
+        scoring = Scoring(memory_limit=limit)
         scores = estimator(scoring=scoring)(module, [examples(5, 3)], parameters=values)
         all_that_train = estimator(scoring=scoring)(module, [examples(5, 3)])
     assert scores.sums.keys() == values.keys()
@@ -155,10 +155,10 @@ def test_the_module_stays_as_it_is(estimator, vectorize):
     assert all(p.is_leaf for p in module.parameters())
 
 
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_half_precision_is_summed_in_float32(vectorize):
+@pytest.mark.parametrize("limit", [None, 1])
+def test_half_precision_is_summed_in_float32(limit):
     module, batch = tiny_vit(), examples(5, 1, 16, 16)
-    estimator = EmpiricalFisher(scoring=Scoring(vectorize=vectorize))
+    estimator = EmpiricalFisher(scoring=Scoring(memory_limit=limit))
     full = estimator(module, [batch])
     with torch.autocast("cpu", torch.bfloat16):
         mixed = estimator(module, [batch])
@@ -208,7 +208,7 @@ def test_what_vmap_cannot_run_is_scored_one_by_one_and_said_once(network):
     with pytest.warns(UserWarning, match="example by example, slowly, because") as caught:
         scores = ExactFisher()(module, [batch, batch])
     assert len(caught) == 1
-    expected = ExactFisher(Scoring(vectorize=False))(module, [batch, batch])
+    expected = ExactFisher(Scoring(memory_limit=1))(module, [batch, batch])
     assert largest_difference(scores, expected) < 1e-6
 
 

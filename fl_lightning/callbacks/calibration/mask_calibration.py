@@ -201,6 +201,7 @@ class MaskCalibration(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ConfigurationError for settings that cannot work, before any computation."""
         if stage == "fit":
+            self._saved = {}  # a checkpoint is loaded after this
             traits = getattr(pl_module, "federation_traits", NO_TRAITS)
             check_together({f"model {type(pl_module).__name__}": traits, "MaskCalibration": MASKS})
             check_run(trainer, self, per_client=self.per_client)
@@ -398,5 +399,8 @@ class MaskCalibration(Callback):
 
 
 def _bytes(purpose: str, each: float, times: int) -> dict[str, float]:
-    """Payload bytes of one client in a round, and of all clients in all rounds."""
+    """Payload bytes of one client in a round, and of all clients in all rounds.
+
+    Their names are calibration/bytes_up, calibration/total_bytes_up, head/bytes_up and head/total_bytes_up.
+    """
     return {f"{purpose}/bytes_up": each, f"{purpose}/total_bytes_up": each * times}

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.federation import Ranks, log_figure, log_numbers, log_once, run_folder
 from fl_lightning.sparsity.masks.mask import Mask, save_mask
-from fl_lightning.sparsity.masks.report import MaskCounts, density_figure
+from fl_lightning.sparsity.masks.report import density_figure
+from fl_lightning.sparsity.tasks.merging import MaskCounts
 
 
 def report_mask(

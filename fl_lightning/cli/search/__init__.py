@@ -28,13 +28,13 @@ from fl_lightning.core.seeds import check_seed
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
-from fl_lightning.nas.search import findings, strategies
+from fl_lightning.nas.search import strategies
+from fl_lightning.nas.search.findings import Findings, write_sweep
 from fl_lightning.nas.search.problem import (
     Constraint,
     Costs,
     Objective,
     Problem,
-    SearchResult,
     shown,
 )
 from fl_lightning.nas.search.proxies import (
@@ -159,7 +159,7 @@ def search(
         check_writable("sweep", sweep)
         if sweep.exists():
             raise ConfigurationError(f"sweep: {sweep} exists: name another file, or remove it")
-        findings.write_sweep(sweep, networks.space, retraining_of(networks), given.seed)
+        write_sweep(sweep, networks.space, retraining_of(networks), given.seed)
         print(f"next:     fl-lightning sweep --search {given.sweep} --config YOURS.yaml")
         return
     _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
@@ -223,7 +223,7 @@ def _search(
     if given.export is not None:
         check_writable("export", Path(given.export))
     result = strategy.search(problem, given.budget, given.seed)
-    _report(result, given, networks, measure, constraints, table, configuration)
+    _report(Findings(result, measure, given.score, constraints), given, table, configuration)
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
@@ -277,32 +277,24 @@ def _told(score: Objective, budget: int) -> Objective:
 
 
 def _report(
-    result: SearchResult,
-    given: Any,
-    networks: Networks,
-    measure: str,
-    constraints: Sequence[Constraint],
-    table: LatencyTable | None,
-    configuration: Retraining,
+    found: Findings, given: Any, table: LatencyTable | None, configuration: Retraining
 ) -> None:
     """Write tables, figures and the best network's configuration; print the Pareto front."""
-    out = Path(given.out)
-    best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
-    findings.write_evaluated(out / "evaluated.csv", result)
+    out, best, count = Path(given.out), found.best, len(found.result.evaluated)
+    found.write_evaluated(out / "evaluated.csv")
     target = Path(given.export) if given.export else out / "best.yaml"
-    found = configuration(best.architecture)
-    text = findings.export(target, best, found, [] if table is None else [f"latency_ms on {table}"])
-    axes = {"measure": measure, "score": given.score, "constraints": constraints}
-    findings.write_page(out, result, best, configuration=text, **axes)
-    print(markdown(*findings.front_rows(result, measure, given.score)))
-    is_all = len(result.evaluated) == given.budget
+    content = configuration(best.architecture)
+    text = found.export(target, content, [] if table is None else [f"latency_ms on {table}"])
+    found.write_page(out, text)
+    print(markdown(*found.front_rows()))
+    is_all = count == given.budget
     more = "" if is_all else f" of {given.budget}: no others were found within the constraints"
-    print(f"\nscored:   {len(result.evaluated)} networks of {networks.space.name}{more}")
+    print(f"\nscored:   {count} networks of {best.architecture.space.name}{more}")
     print(f"best:     {best.architecture}")
     costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())
     print(f"          {given.score} {best.score:.6g}, {costs}")
     if table is not None:
         print(f"latency:  {table.where}\n          {table.accuracy}")
     print(f"results:  {out}/report.html, evaluated.csv, front.png")
-    data = [] if "data" in found else ["--config YOURS.yaml"]  # the search knew none
+    data = [] if "data" in content else ["--config YOURS.yaml"]  # the search knew none
     print("next:     fl-lightning fit", *data, "--config", target)

@@ -20,8 +20,7 @@ from fl_lightning.cli.latency import Networks
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, differences, run_of, visiting
 from fl_lightning.nas.one_shot import OneShot
-from fl_lightning.nas.sub_networks.accuracy import SubNetworkScore
-from fl_lightning.nas.sub_networks.recalibration import TrainingExamples
+from fl_lightning.nas.sub_networks.evaluation import SubNetworkScore, TrainingExamples
 from fl_lightning.nas.supernet import Supernet
 
 # runs a command line of Lightning with additional callbacks
@@ -121,22 +120,13 @@ class _Looking(Callback):
         with visiting(trainer, "validation", mode="eval") as visit:
             score = SubNetworkScore(
                 module,
-                _Again(lambda: map(visit.prepared, _training_batches(trainer, module))),
-                _Again(lambda: map(visit.prepared, _validation_batches(trainer))),
+                lambda: map(visit.prepared, _training_batches(trainer, module)),
+                lambda: map(visit.prepared, _validation_batches(trainer)),
                 trainer.precision_plugin.forward_context,
             )
             weights = str(trainer.ckpt_path) if isinstance(module, OneShot) else None
-            self._look(Trained(_networks(module), score, weights, self._run))
-
-
-@dataclass(frozen=True, eq=False)
-class _Again:
-    """Iterable of batches that reads them again on each pass, and keeps none in memory."""
-
-    read: Callable[[], Iterator[Any]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.read()
+            networks = Networks(module.space, module.image_size, module.shape)
+            self._look(Trained(networks, score, weights, self._run))
 
 
 def _check_module(module: LightningModule) -> None:
@@ -150,14 +140,6 @@ def _check_module(module: LightningModule) -> None:
         raise ConfigurationError(
             f"ckpt_path: the training of this supernet has failed: {broken[0]} is not finite"
         )
-
-
-def _networks(module: Any) -> Networks:
-    if isinstance(module, Supernet):
-        return Networks(module.space, module.image_size, module.shape)
-    costs = module.costs
-    options = {"in_channels": costs.in_channels, "num_classes": costs.num_classes}
-    return Networks(module.space, costs.side, options)
 
 
 def _training_batches(trainer: Trainer, module: OneShot | Supernet) -> Iterator[Any]:

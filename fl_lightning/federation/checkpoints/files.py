@@ -265,6 +265,11 @@ class RunMemory:
             self.clients.load_state_dict(state, folder, adopt=True)
 
 
+def in_files(state: Mapping[str, Any]) -> bool:
+    """Return whether client states are in files, which are beside their checkpoint or gone."""
+    return any(len(entry) > 3 for entry in state.get("present", ()))
+
+
 def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMemory:
     """Return the client states of a checkpoint, for reading.
 

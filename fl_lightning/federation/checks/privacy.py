@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import check_examples_apart
-from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
+from fl_lightning.federation.clients.spot_check import FULL_PRECISIONS
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.visits.lightning_step import extra_work
 from fl_lightning.federation.visits.visiting import has_batch_hooks

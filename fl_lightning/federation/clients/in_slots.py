@@ -35,9 +35,8 @@ from fl_lightning.engines import (
     stacked_rule,
     usable_rows,
 )
-from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
 from fl_lightning.federation.clients.one_by_one import without_buffers
-from fl_lightning.federation.clients.spot_check import SpotCheck
+from fl_lightning.federation.clients.spot_check import FULL_PRECISIONS, SpotCheck
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context

@@ -44,8 +44,9 @@ from fl_lightning.core.errors import ClientFailure, EnginesDiffer
 from fl_lightning.core.metrics import PER_EXAMPLE, MetricStates, metrics_of
 from fl_lightning.core.seeds import preserve_global_generators, torch_generator, uniform_numbers
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.federation.clients.engine_options import FULL_PRECISIONS
 
+# Precisions without rounding to half precision.
+FULL_PRECISIONS = ("32-true", "64-true")
 # A single nudged start may have less effect than all roundings of a client's training together.
 _MARGIN = 10.0
 _NUM_NUDGES = 2

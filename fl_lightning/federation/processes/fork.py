@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -48,7 +48,6 @@ from fl_lightning.federation.logs import add_metrics, logged_in_round
 from fl_lightning.federation.loop import load_progress, progress
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.stages.privacy_ledger import Spent, note_spent, spent_on
-from fl_lightning.federation.visits.personal_models import HasPersonalModels
 
 # An error of all processes at once reaches each of them within this time.
 _SECONDS_TO_FAIL = 1.0
@@ -316,10 +315,6 @@ def _end_runs(trainer: Trainer) -> None:
             logger._experiment.finish()
 
 
-# Attributes of a ModelCheckpoint about the files it wrote.
-_PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")
-
-
 @dataclass(frozen=True)
 class TrainerOutcome:
     """The result of a Trainer's function, and the state it left the Trainer in."""
@@ -332,14 +327,14 @@ class TrainerOutcome:
     metrics: dict[str, Tensor]  # the Trainer's ``callback_metrics``
     new: set[str]  # names of the metrics of the last round
     progress: dict[str, Any]  # counters of rounds
-    checkpoints: list[dict[str, Any]]  # of each checkpoint callback: the files it wrote
-    personal: list[dict[str, Any]]  # of each callback with personal models: its state
+    callbacks: dict[str, dict[str, Any]]  # states of callbacks by Lightning's key, after a fit
     spent: Spent  # privacy cost of the module's fits
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:
         """Return the outcome of a function that has run in this process."""
         fitted = trainer.state.fn == TrainerFn.FITTING
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return cls(
             result=None if trainer.state.fn == TrainerFn.PREDICTING else result,
             state=trainer.state,
@@ -347,10 +342,7 @@ class TrainerOutcome:
             metrics=dict(trainer.callback_metrics),
             new=set(logged_in_round(trainer)),
             progress=progress(trainer),
-            checkpoints=[
-                {name: getattr(callback, name) for name in _PATHS} for callback in _savers(trainer)
-            ],
-            personal=[callback.personal_state() for callback in _knowing(trainer)],
+            callbacks={c.state_key: c.state_dict() for c in callbacks} if fitted else {},
             spent=spent_on(trainer.lightning_module),
         )
 
@@ -361,19 +353,11 @@ class TrainerOutcome:
             load_progress(trainer, self.progress)
         trainer.state = self.state
         add_metrics(trainer, self.metrics, self.new)
-        for callback, paths in zip(_savers(trainer), self.checkpoints, strict=True):
-            for name, value in paths.items():
-                setattr(callback, name, value)
-        for knowing, state in zip(_knowing(trainer), self.personal, strict=True):
-            knowing.take_personal_state(state)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if state := self.callbacks.get(callback.state_key):
+                if isinstance(callback, ModelCheckpoint):
+                    callback.dirpath = state["dirpath"]  # else it is warned of another run's files
+                callback.load_state_dict(state)
         if self.spent.delta:
             note_spent(trainer.lightning_module, lambda: self.spent)
         return self.result
-
-
-def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
-    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-
-
-def _knowing(trainer: Trainer) -> list[HasPersonalModels]:
-    return [c for c in trainer.callbacks if isinstance(c, HasPersonalModels)]  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Processes, Stage, Start, Upload
+from fl_lightning.federation.stage import Stage, Start, Upload
 from fl_lightning.server.staleness import AsyncRule
 
 # Steps that may pass, in virtual time, without an update that arrives.
@@ -258,7 +258,7 @@ class Versions(KeptVersions):
             for version in sorted(set(work.rounds.tolist()))
         ]
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Advance virtual time to the server's step."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds

@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import GradientScale
-from fl_lightning.federation.stage import Processes, Stage, Turn
+from fl_lightning.federation.stage import Stage, Turn
 
 
 class ClientScale(Stage):
     """Resets the gradient scale before each client."""
 
-    def __init__(self, scale: GradientScale) -> None:
-        self._scale = scale
+    def __init__(self, scale: GradientScale, ranks: Ranks) -> None:
+        self._scale, self._ranks = scale, ranks
         self._lowest: dict[str, Any] | None = None
 
     def open(self, round_index: int, model: GlobalModel) -> None:
@@ -44,9 +45,9 @@ class ClientScale(Stage):
             self._lowest = end
         self._scale.reset()
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Find the lowest scale over all processes."""
-        ends = [end for end in processes.gather(self._lowest) if end is not None]
+        ends = [end for end in self._ranks.gather(self._lowest) if end is not None]
         self._lowest = min(ends, key=_rank, default=None)
 
     def close(self, record: RoundRecord) -> None:

@@ -28,7 +28,6 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import (
     Correcting,
-    Processes,
     SpansNetwork,
     Stage,
     Start,
@@ -70,6 +69,7 @@ class Corrector(Correcting, SpansNetwork):
             raise ConfigurationError(f"federation.correction {ADDED_TO_LOSS}")
         self._memory, self._num_clients = run.memory.clients, len(run.data.clients)
         self._step, self._local, self._plan = run.step, run.local, run.plan
+        self._ranks = run.ranks
         self._gradient, self._collector, self._module = (
             run.shard_gradient,
             run.collector,
@@ -218,12 +218,12 @@ class Corrector(Correcting, SpansNetwork):
         """Return the extra bytes that a client uploads and downloads per round for its state."""
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Add up what the clients have learnt; memories are committed apart."""
-        if self.correction.needs_mean and processes.size > 1:
+        if self.correction.needs_mean and self._ranks.size > 1:
             sums = self._changes.sums()
             count = torch.full_like(sums[-1], self._num_changes)
-            *sums, count = added_up([*sums, count], processes.all_reduce)
+            *sums, count = added_up([*sums, count], self._ranks.all_reduce)
             self._changes.load_sums(sums)
             self._num_changes = int(count)
         self._next = self._mean

@@ -20,7 +20,7 @@ from fl_lightning.core.seeds import Integers
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Processes, Stage
+from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.asynchrony import Arrivals
 
 
@@ -43,7 +43,7 @@ class SimulatedDevices(Stage):
                 sending.append(client.head(sum(steps[: result.num_steps])))
         return GroupWork.of(sending)
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Advance virtual time until the last client has ended."""
         record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
 

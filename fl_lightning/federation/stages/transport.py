@@ -26,7 +26,7 @@ from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Processes, Stage, Start, Upload, check_same
+from fl_lightning.federation.stage import Stage, Start, Upload, check_same
 from fl_lightning.server.protected import Protected
 from fl_lightning.updates.message import bytes_down, bytes_up
 from fl_lightning.updates.path import OF_DOWNLOAD, Arrival, Broadcast, Step, UpdatePath
@@ -165,7 +165,7 @@ class SecureRounds(Stage):
         dense, empty = (bytes_up(ClientUpdate(0, p, none, 1, 1)) for p in (model.params, none))
         return up + empty - dense, down
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Tell the aggregator which clients' updates will not arrive."""
         self.aggregator.miss(record.skipped.keys() | set(record.lost))
 

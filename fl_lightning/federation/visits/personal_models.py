@@ -26,7 +26,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_g
 from fl_lightning.core.space import Space
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.checkpoints.files import saved_memory
+from fl_lightning.federation.checkpoints.files import in_files, saved_memory
 from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.visiting import visiting
 
@@ -96,12 +96,6 @@ class HasPersonalModels(Protocol):
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
         """Return the personal models; None without any."""
 
-    def personal_state(self) -> dict[str, Any]:
-        """Return the data that another process needs for `personal_models`; empty without any."""
-
-    def take_personal_state(self, state: dict[str, Any]) -> None:
-        """Receive the data of `personal_state` after a fit in other processes."""
-
 
 def personal_models(trainer: Trainer) -> PersonalModels | None:
     """Return the personal models of a Trainer's callbacks; None without any."""
@@ -125,35 +119,26 @@ def recalled_models(
         personal: the option of the federation.
         seed: seed of the draws of fine-tuning.
         fitted: names and client states of a fit in this process; None without one.
-        saved: state of a checkpoint or of `state_to_bring_home`, which is preferred; empty without one.
+        saved: the Federation's state, of a checkpoint or of a fit in other processes, which is preferred;
+            empty without one.
     """
     if personal is None:
         return None
     module, steps, tune = trainer.lightning_module, personal.tuning_steps, None
     if steps:
         tune = FineTuning(trainer, trainer.datamodule, steps, seed)  # type: ignore[attr-defined]
+    if saved and trainer.ckpt_path is None and in_files(saved["memory"]):
+        rank_zero_info(
+            "personal models are too large to be brought home from the fit's processes: "
+            "evaluate them with ckpt_path"
+        )
+        return None
     if saved:
         names = (saved.get("personal") or {"names": []})["names"]
         memory = saved_memory(saved["memory"], trainer.ckpt_path)
     else:
         names, memory = fitted or ([], ClientMemory())
     return PersonalModels(module, names, memory, tune) if names or tune else None
-
-
-def state_to_bring_home(names: Sequence[str], memory: ClientMemory) -> dict[str, Any]:
-    """Return the data by which another process evaluates personal models; empty if it is large."""
-    if not names:
-        return {}
-    if not memory.is_small:
-        rank_zero_info(
-            "personal models are too large to be brought home from the fit's processes: "
-            "evaluate them with ckpt_path"
-        )
-        return {}
-    return {
-        "personal": {"names": list(names)},
-        "memory": memory.state_dict(),
-    }
 
 
 _PURPOSE = "fine-tuning"

@@ -28,7 +28,6 @@ from fl_lightning.federation import (
     KeptVersions,
     Missing,
     Options,
-    Processes,
     RoundRecord,
     Run,
     Stages,
@@ -97,7 +96,7 @@ class VersionsAtSites(KeptVersions):
         """Return the model of a version, and the options and tensors that its orders share."""
         return self._models[version], self._common[version]
 
-    def settle(self, record: RoundRecord, processes: Processes) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Record the staleness of the updates that count."""
         step = self.arrivals.step(self._present)
         lost = sum(ended.is_lost for ended in self._clock.record[self._num_closed :])

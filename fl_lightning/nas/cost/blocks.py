@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, final
 
@@ -23,10 +24,9 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
-from fl_lightning.nas.spaces.choices import Number
 from fl_lightning.nas.spaces.elastic import Repeat
-from fl_lightning.nas.spaces.sizes import NamedSize, Part, StagedSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+from fl_lightning.nas.spaces.stages import StagedSpace
 
 # network, kinds of the blocks by module
 Marked = tuple[nn.Module, Mapping[nn.Module, str]]
@@ -44,7 +44,7 @@ class Blocks(ABC):
         """Return the kind of every block of an architecture, with repetitions."""
 
     @abstractmethod
-    def networks(self, generator: torch.Generator) -> Iterator[Marked]:
+    def networks(self) -> Iterator[Marked]:
         """Yield a few networks that together contain every kind of block."""
 
 
@@ -79,18 +79,16 @@ class CellBlocks(Blocks):
     def __init__(self, space: CellSpace, options: Mapping[str, Any]) -> None:
         self.space, self.options = space, options
         # (row, channels in, channels out, stride) -> number of such edges in the network
-        self.edges: Counter[tuple[int, int, int, int]] = Counter()
+        self.edges: Counter[tuple[int, ...]] = Counter()
 
-        def make_edge(
-            row: int, candidates: Sequence[Candidate], before: int, after: int, stride: int
-        ) -> nn.Module:
-            self.edges[row, before, after, stride] += 1
+        def make_edge(row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
+            self.edges[row, *sizes] += 1
             return nn.Identity()
 
         with torch.device("meta"):
             space.network(make_edge, **options)
 
-    def kind(self, edge: tuple[int, int, int, int], operation: int) -> str:
+    def kind(self, edge: tuple[int, ...], operation: int) -> str:
         """Return the kind of an edge with a given operation."""
         row, before, after, stride = edge
         name = self.space.operations[operation]
@@ -124,26 +122,26 @@ class CellBlocks(Blocks):
         return table
 
     @override
-    def networks(self, generator: torch.Generator) -> Iterator[Marked]:
+    def networks(self) -> Iterator[Marked]:
         # one network per operation; over all of them every edge has every operation once
-        operations = self._operations()
-        for shift in range(len(operations)):
+        for shift in range(len(self._operations())):
             kinds: dict[nn.Module, str] = {}
+            yield self.space.network(partial(self._edge, kinds, shift), **self.options), kinds
 
-            def make_edge(
-                row: int,
-                candidates: Sequence[Candidate],
-                *shape: int,
-                shift: int = shift,
-                kinds: dict[nn.Module, str] = kinds,
-            ) -> nn.Module:
-                operation = operations[(row + shift) % len(operations)]
-                before, after, stride = shape
-                edge = FixedEdge(candidates[operation](before, after, stride))
-                kinds[edge] = self.kind((row, before, after, stride), operation)
-                return edge
-
-            yield self.space.network(make_edge, **self.options), kinds
+    def _edge(
+        self,
+        kinds: dict[nn.Module, str],
+        shift: int,
+        row: int,
+        candidates: Sequence[Candidate],
+        *sizes: int,
+    ) -> nn.Module:
+        """Return an edge with the operation that a row has after a shift, and record its kind."""
+        operations = self._operations()
+        operation = operations[(row + shift) % len(operations)]
+        edge = FixedEdge(candidates[operation](*sizes))
+        kinds[edge] = self.kind((row, *sizes), operation)
+        return edge
 
 
 @final
@@ -160,67 +158,47 @@ class SizeBlocks(Blocks):
 
     @override
     def kinds(self) -> list[str]:
-        kinds: list[str] = []
-        before_sizes: tuple[NamedSize, ...] = ()
-        for part in self.space.parts:
-            befores = list(product(*(size.options for size in before_sizes)))
-            owns = product(*(size.options for size in part.own))
-            inner = list(product(*(size.options for size in part.block)))
-            several = part.depth.options[-1] > 1
-            for own, block in product(owns, inner):
-                kinds += [_kind(part, own, block, (before_sizes, before)) for before in befores]
-                kinds += [_kind(part, own, block, None)] if several else []
-            before_sizes = part.own
-        return kinds
+        return sorted({kind for one in self._covering() for kind in self.of(one)})
 
     @override
     def of(self, architecture: Architecture) -> list[str]:
-        kinds = []
-        before: _Chosen = ((), ())
-        for part, sizes in zip(self.space.parts, self.space.sizes(architecture), strict=True):
-            for number, block in enumerate(sizes.blocks):
-                opens = before if number == 0 else None
-                kinds.append(_kind(part, sizes.own, block, opens))
-            before = (part.own, sizes.own)
+        texts, kinds = self.space.texts(architecture.choices), []
+        before = ""
+
+        def text(labels: Sequence[str]) -> str:
+            return "".join(texts[label] for label in labels)
+
+        for stage in self.space.stages:
+            name, own = stage.depth.removesuffix(" depth"), text(stage.own)
+            for number, block in enumerate(stage.blocks[: int(texts[stage.depth])]):
+                first = [name, "first", own, f"after {before}" if before else ""]
+                words = [*([name, own] if number else first), text(block)]
+                kinds.append(" ".join(word for word in words if word))
+            before = own
         return kinds
 
     @override
-    def networks(self, generator: torch.Generator) -> Iterator[Marked]:
-        # deepest networks; of some random ones always the one with the most kinds not covered yet
-        missing = set(self.kinds())
-        while missing:
-            drawn = [self._deepest(self.space.sample(generator)) for _ in range(_CANDIDATES)]
-            architecture = max(drawn, key=lambda one: len(missing.intersection(self.of(one))))
-            covered = self.of(architecture)
-            missing -= set(covered)
+    def networks(self) -> Iterator[Marked]:
+        for architecture in self._covering():
             network = self.space.build(architecture, **self.options)
             stages = [module for module in network.modules() if isinstance(module, Repeat)]
             blocks = [block for stage in stages for block in stage]
-            yield network, dict(zip(blocks, covered, strict=True))
+            yield network, dict(zip(blocks, self.of(architecture), strict=True))
 
-    def _deepest(self, architecture: Architecture) -> Architecture:
-        """Return a copy of an architecture with the largest depths."""
-        depths = [name.endswith(" depth") for name, _ in self.space.named_sizes]
-        rows = zip(architecture.choices, depths, self.space.decisions, strict=True)
-        return self.space.architecture(
-            [len(decision.options) - 1 if is_depth else own for own, is_depth, decision in rows]
-        )
+    def _covering(self) -> list[Architecture]:
+        """Deepest networks that together contain every kind of block.
 
-
-_CANDIDATES = 100  # number of random networks per timed network
-# sizes, chosen options
-_Chosen = tuple[Sequence[NamedSize], Sequence[Number]]
-
-
-def _kind(part: Part, own: Sequence[Number], block: Sequence[Number], opens: _Chosen | None) -> str:
-    """Return the name of a kind; ``opens``: sizes of the stage before, for the first block of a stage."""
-    words = [part.name, _text(part.own, own)]
-    if opens is not None:
-        words.insert(1, "first")
-        words.append(f"after {_text(*opens)}" if opens[0] else "")
-    return " ".join(word for word in (*words, _text(part.block, block)) if word)
-
-
-def _text(sizes: Sequence[NamedSize], numbers: Sequence[Number]) -> str:
-    pairs = zip(sizes, numbers, strict=True)
-    return "".join(f"{size.letter}{number:g}" for size, number in pairs)
+        All blocks of a network have the same sizes. The sizes of stages take turns, so that every pair of
+        sizes follows each other in every stage.
+        """
+        space, stages = self.space, enumerate(self.space.stages)
+        turn = {label: number % 2 for number, stage in stages for label in stage.own}
+        labels = (decision.name for decision in space.decisions)
+        keys = [(kind, turn.get(label)) for kind, label in zip(space.kinds, labels, strict=True)]
+        options = {key: range(space.most_options[key[0]]) for key in keys if key[0] != "depth"}
+        found = []
+        for chosen in product(*options.values()):
+            index = dict(zip(options, chosen, strict=True))
+            ends = zip(keys, space.largest.choices, strict=True)
+            found.append(space.architecture([min(index.get(key, end), end) for key, end in ends]))
+        return list(dict.fromkeys(found))

@@ -8,17 +8,32 @@ In a space of cells a table holds the cost of every operation on every edge. Sum
 The expectation is differentiable in p, so hardware-aware searches add it to their loss. The cost of a row
 is summed over all cells of the network that repeat the edge, at their channels and image sizes.
 Source of the expectation: Cai et al. 2019, ProxylessNAS, section 3.3; Wu et al. 2019, FBNet, eq. 7.
+
+A penalty adds the expected cost to the loss of α:
+
+    E = expected cost, Σ p · F,   r = reference,   CE = the task's loss
+
+    log          CE · α (log E / log r)^β     r = e:   Wu et al. 2019, FBNet, section 3.2
+                                              else:    Cai et al. 2019, ProxylessNAS, its code (mul#log)
+    linear       CE + λ (E - r) / r           Cai et al. 2019, ProxylessNAS, its code (add#linear)
+    absolute     CE + λ |E - r| / r           Bender et al. 2020, TuNAS
+
+``log`` and ``linear`` always push the cost down; ``absolute`` pushes it towards the reference. The logarithm
+needs a cost above 1.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.nas.cost.count import Cost, count
@@ -38,8 +53,7 @@ def of(
 ) -> Cost:
     """Exact cost of an architecture's network for one image.
 
-    For cells the cost is a sum over the space's cost table, for sizes a sum over blocks. For other spaces the
-    network is built on the meta device and counted.
+    For cells the cost is a sum over the space's cost table, for sizes a sum over blocks.
 
     Args:
         space: space of the architecture.
@@ -65,9 +79,8 @@ def of(
     shape = {"in_channels": in_channels, "num_classes": num_classes, **options}
     if isinstance(space, SizeSpace):
         return space.cost(architecture, side=side, **shape)
-    if isinstance(space, CellSpace):
-        return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
-    return built_cost(space, architecture, side=side, **shape)
+    assert isinstance(space, CellSpace), "spaces are of cells or of sizes"
+    return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
 
 
 def built_cost(space: Any, architecture: Architecture, *, side: int, **options: Any) -> Cost:
@@ -156,10 +169,8 @@ def cost_table(
         return _by_differences(space, side=side, **shape_of_all)
     flows: list[_Flow] = []
 
-    def make_edge(
-        row: int, candidates: Sequence[Candidate], channels_in: int, channels_out: int, stride: int
-    ) -> nn.Module:
-        return _Watched(row, candidates, (channels_in, channels_out, stride), flows)
+    def make_edge(row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
+        return _Watched(row, candidates, sizes, flows)
 
     with torch.device("meta"):
         network = space.network(make_edge, **shape_of_all)
@@ -182,7 +193,7 @@ def _by_differences(space: CellSpace, *, side: int, **shape: Any) -> CostTable:
 
 
 # row, candidates, (channels in, channels out, stride), shape of the input
-_Flow = tuple[int, Sequence[Candidate], tuple[int, int, int], torch.Size]
+_Flow = tuple[int, Sequence[Candidate], tuple[int, ...], torch.Size]
 
 
 class _Watched(nn.Module):
@@ -192,7 +203,7 @@ class _Watched(nn.Module):
         self,
         row: int,
         candidates: Sequence[Candidate],
-        sizes: tuple[int, int, int],
+        sizes: tuple[int, ...],
         flows: list[_Flow],
     ) -> None:
         super().__init__()
@@ -221,3 +232,77 @@ def _sums(space: CellSpace, flows: Sequence[_Flow]) -> Tensor:
                 known[key] = torch.tensor([getattr(cost, name) for name in MEASURES], device="cpu")
             sums[:, row, number] += known[key]
     return sums
+
+
+class Penalty(ABC):
+    """Base of the losses of α that combine the loss of the task and the expected cost."""
+
+    @abstractmethod
+    def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
+        """Return the loss of α.
+
+        Args:
+            loss: loss of the task, a scalar; gradients flow.
+            cost: expected cost, a scalar in the unit of the reference; gradients flow.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class LogPenalty(Penalty):
+    """CE · α (log E / log r)^β, with the settings of FBNet; ProxylessNAS sets r and an exponent of 0.3.
+
+    Attributes:
+        reference: r > 1.
+        scale: α > 0.
+        exponent: β >= 0.
+
+    Raises:
+        ConfigurationError: if a setting is out of range.
+    """
+
+    reference: float = math.e
+    scale: float = 0.2
+    exponent: float = 0.6
+
+    def __post_init__(self) -> None:
+        check_range("reference of the penalty", self.reference, "above 1 and finite")
+        check_range("scale of the penalty", self.scale, "above 0 and finite")
+        check_range("exponent of the penalty", self.exponent, "at least 0 and finite")
+
+    @override
+    def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
+        if not cost > 1:
+            raise ValueError(
+                f"the logarithm of the cost needs an expected cost above 1, got {float(cost)}: give costs "
+                "in a smaller unit, or take a linear or absolute penalty"
+            )
+        return loss * self.scale * (cost.log() / math.log(self.reference)) ** self.exponent
+
+
+@final
+@dataclass(frozen=True)
+class LinearPenalty(Penalty):
+    """CE + λ (E - r) / r, or with ``absolute`` TuNAS's CE + λ |E - r| / r.
+
+    Attributes:
+        reference: r > 0, in the unit of the cost; with ``absolute`` the target.
+        weight: λ >= 0.
+        absolute: whether costs below the reference are penalised like costs above it.
+
+    Raises:
+        ConfigurationError: if a setting is out of range.
+    """
+
+    reference: float
+    weight: float = 0.1
+    absolute: bool = False
+
+    def __post_init__(self) -> None:
+        check_range("reference of the penalty", self.reference, "above 0 and finite")
+        check_range("weight of the penalty", self.weight, "at least 0 and finite")
+
+    @override
+    def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
+        excess = (cost - self.reference) / self.reference
+        return loss + self.weight * (excess.abs() if self.absolute else excess)

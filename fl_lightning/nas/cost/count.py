@@ -30,6 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
+from fl_lightning.core.modules import modes_kept
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -76,7 +78,7 @@ def _counted(module: nn.Module, *inputs: Any) -> tuple[Cost, Any]:
     exactly = (
         _ContiguousLinear(),
         _unfused_attention(),
-        _evaluating(module),
+        modes_kept(module),
         torch.no_grad(),
         counter,
     )
@@ -84,7 +86,7 @@ def _counted(module: nn.Module, *inputs: Any) -> tuple[Cost, Any]:
         sizes = stack.enter_context(_outputs())
         for context in exactly:
             stack.enter_context(context)
-        outputs = module(*inputs)
+        outputs = module.eval()(*inputs)  # batch norm then accepts one example
     params = sum(parameter.numel() for parameter in module.parameters())
     return Cost(counter.get_total_flops() // 2, params, sum(sizes)), outputs
 
@@ -122,18 +124,6 @@ class _ContiguousLinear(TorchFunctionMode):
         if func is functional.linear and args:
             args = (args[0].contiguous(), *args[1:])
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Context in evaluation mode, so that batch norm accepts one example; restores all modes."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 @contextmanager

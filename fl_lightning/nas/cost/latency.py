@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import differences
 from fl_lightning.nas.cost.blocks import Blocks, CellBlocks, blocks_of
 from fl_lightning.nas.cost.cost import MEASURES, Measure
 from fl_lightning.nas.spaces.named import described_space, description
@@ -161,16 +162,16 @@ class LatencyTable:
         Raises:
             ConfigurationError: if space, image size or an option differs.
         """
-        own, other = description(self.space), description(space)
-        if own["class_path"] != other["class_path"]:
-            _differs("the space", self.space.name, space.name)
-        for name, value in own["init_args"].items():
-            if other["init_args"][name] != value:
-                _differs(f"{name} of {space.name}", value, other["init_args"][name])
-        measured, wanted = {"side": self.side, **self.options}, {"side": side, **options}
-        for name in dict.fromkeys([*measured, *wanted]):
-            if measured.get(name) != wanted.get(name):
-                _differs(name, measured.get(name), wanted.get(name))
+        measured = {
+            "space": description(self.space),
+            "networks": {"side": self.side, **self.options},
+        }
+        wanted = {"space": description(space), "networks": {"side": side, **options}}
+        found = differences(measured, wanted, measured)
+        if found:
+            raise ConfigurationError(
+                f"the latency file is of other networks: {found[0]}. Measure these with fl-lightning latency"
+            )
 
     def __str__(self) -> str:
         return f"{self.where}: {self.accuracy}"
@@ -229,20 +230,15 @@ class LatencyTable:
 
     def _check_numbers(self, path: str | Path) -> None:
         """Raise ConfigurationError for times that are not finite or negative; NaN would meet any bound."""
-        holds = {
-            **{name: 0 <= time < math.inf for name, time in self.blocks.items()},
-            "rest": math.isfinite(self.rest),
-            "scale": 0 < self.scale < math.inf,
-            "shift": math.isfinite(self.shift),
-        }
-        broken = [name for name, is_a_number in holds.items() if not is_a_number]
-        if broken:
-            numbers = {**self.blocks, "rest": self.rest, "scale": self.scale, "shift": self.shift}
-            raise ConfigurationError(
-                f"latency file {path} is damaged: {broken[0]} is {numbers[broken[0]]}. Numbers must be "
-                "finite, times of blocks at least 0, the scale above 0: measure again with "
-                "fl-lightning latency"
-            )
+        numbers = {**self.blocks, "rest": self.rest, "scale": self.scale, "shift": self.shift}
+        for name, number in numbers.items():
+            least = -math.inf if name in ("rest", "shift") else 0
+            is_finite = math.isfinite(number) and number >= least
+            if not is_finite or (name == "scale" and number == 0):
+                raise ConfigurationError(
+                    f"latency file {path} is damaged: {name} is {number}. Numbers must be finite, times "
+                    "of blocks at least 0, the scale above 0: measure again with fl-lightning latency"
+                )
 
     @classmethod
     def _of(cls, content: Mapping[str, Any]) -> LatencyTable:
@@ -289,14 +285,3 @@ def expected_measure(
     table = LatencyTable.read(measure)
     table.check(space, side, options)
     return table
-
-
-def _differs(what: str, measured: Any, wanted: Any) -> None:
-    shown = [
-        value if isinstance(value, int | float | str) else str(value)
-        for value in (measured, wanted)
-    ]
-    raise ConfigurationError(
-        f"the latency file is of other networks: {what} is {shown[0]} there and {shown[1]} here. "
-        "Measure these with fl-lightning latency"
-    )

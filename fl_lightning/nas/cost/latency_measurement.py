@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,66 +61,37 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or platform.machine()
 
 
-def time_networks(
-    networks: Sequence[nn.Module], image: Tensor, pace: TimingPlan, say: Callable[[str], None]
-) -> list[float]:
-    """Return the milliseconds of a forward pass of each network."""
-    timed: list[list[float]] = [[] for _ in networks]
-
-    def visit(number: int) -> None:
-        timed[number].append(min(_pass(networks[number], image) for _ in range(pace.passes)))
-
-    _visit_all(len(networks), networks, image, pace, visit, say)
-    return [median(times) for times in timed]
-
-
-def time_blocks(
+def timed(
     networks: Sequence[nn.Module],
     blocks: Sequence[Mapping[nn.Module, str]],
     image: Tensor,
     pace: TimingPlan,
     say: Callable[[str], None],
-) -> tuple[dict[str, float], float]:
-    """Return the milliseconds of each kind of block, and of the rest of a network.
+) -> tuple[dict[str, float], list[float]]:
+    """Return the milliseconds of each kind of block, and those of each network besides its blocks.
 
     Args:
         networks: networks in evaluation mode, on the device of the image.
-        blocks: kind of every block of each network; kinds may repeat.
+        blocks: kind of every timed block of each network; kinds may repeat.
         image: a batch of images.
         pace: numbers of passes and visits.
         say: function that is called with the progress as text.
     """
-    timed: dict[str, list[float]] = {}
-    rest: list[float] = []
-
-    def visit(number: int) -> None:
-        kinds = blocks[number]
-        passes = [_pass_with_stamps(networks[number], kinds, image) for _ in range(pace.passes)]
-        for module, kind in kinds.items():
-            timed.setdefault(kind, []).append(min(times[module] for times, _ in passes))
-        rest.append(min(whole - sum(times.values()) for times, whole in passes))
-
-    _visit_all(len(networks), networks, image, pace, visit, say)
-    return {kind: median(times) for kind, times in timed.items()}, median(rest)
-
-
-def _visit_all(
-    count: int,
-    networks: Sequence[nn.Module],
-    image: Tensor,
-    pace: TimingPlan,
-    visit: Callable[[int], None],
-    say: Callable[[str], None],
-) -> None:
+    kinds: dict[str, list[float]] = {}
+    rest: list[list[float]] = [[] for _ in networks]
     with torch.inference_mode():
         for network in networks:
             for _ in range(pace.warmup):
                 network(image)
         for round_ in range(pace.rounds):
-            for number in range(count):
-                networks[number](image)  # the network before it filled the cache
-                visit(number)
+            for network, timed_blocks, own in zip(networks, blocks, rest, strict=True):
+                network(image)  # the network before it filled the cache
+                passes = [_pass(network, timed_blocks, image) for _ in range(pace.passes)]
+                for module, kind in timed_blocks.items():
+                    kinds.setdefault(kind, []).append(min(times[module] for times, _ in passes))
+                own.append(min(whole - sum(times.values()) for times, whole in passes))
             say(f"round {round_ + 1} of {pace.rounds}")
+    return {kind: median(times) for kind, times in kinds.items()}, [median(own) for own in rest]
 
 
 def _stamp(device: torch.device) -> Any:
@@ -142,16 +113,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _pass(network: nn.Module, image: Tensor) -> float:
-    _wait(image.device)
-    before = time.perf_counter()
-    network(image)
-    _wait(image.device)
-    return 1e3 * (time.perf_counter() - before)
-
-
-def _pass_with_stamps(
-    network: nn.Module, blocks: Mapping[nn.Module, str], image: Tensor
+def _pass(
+    network: nn.Module, blocks: Iterable[nn.Module], image: Tensor
 ) -> tuple[dict[nn.Module, float], float]:
     """Return the milliseconds of every block and of the whole pass; each block runs once."""
     device, begun = image.device, {}
@@ -166,7 +129,11 @@ def _pass_with_stamps(
     handles = [module.register_forward_pre_hook(before) for module in blocks]
     handles += [module.register_forward_hook(after) for module in blocks]
     try:
-        whole = _pass(network, image)
+        _wait(device)
+        start = time.perf_counter()
+        network(image)
+        _wait(device)
+        whole = 1e3 * (time.perf_counter() - start)
     finally:
         for handle in handles:
             handle.remove()
@@ -209,26 +176,28 @@ def measure_latency(
     generator = torch_generator(seed, "latency networks")
     image = torch.randn(batch_size, options["in_channels"], side, side, device=device)
 
-    marked = list(blocks_of(space, options).networks(generator))
-    networks = [_ready(network, device) for network, _ in marked]
+    marked = list(blocks_of(space, options).networks())
+    networks = [network.to(device).eval() for network, _ in marked]
     kinds = [kinds for _, kinds in marked]
-    blocks, rest = time_blocks(networks, kinds, image, pace, lambda text: say(f"blocks, {text}"))
+    blocks, rests = timed(networks, kinds, image, pace, lambda text: say(f"blocks, {text}"))
+    rest = median(rests)
 
     chosen = distinct(space, calibration + held_out, generator)
-    networks = [_ready(space.build(one, **options), device) for one in chosen]  # type: ignore[attr-defined]
-    whole = time_networks(networks, image, pace, lambda text: say(f"networks, {text}"))
+    networks = [space.build(one, **options).to(device).eval() for one in chosen]  # type: ignore[attr-defined]
+    nothing: list[dict[nn.Module, str]] = [{} for _ in networks]
+    _, whole = timed(networks, nothing, image, pace, lambda text: say(f"networks, {text}"))
 
     where = Where(
         device_name(device), device.type, torch.get_num_threads(), torch.__version__, batch_size
     )
-    sums = LatencyTable(
+    unfitted = LatencyTable(
         space, side, dict(options), where, blocks, rest, 1.0, 0.0, Accuracy(0, 0.0, 0.0)
     )
-    added = [sums.uncalibrated(one) for one in chosen]
+    added = [unfitted.uncalibrated(one) for one in chosen]
     scale, shift = fit_affine(added[:calibration], whole[:calibration])
     predicted = [scale * value + shift for value in added[calibration:]]
     accuracy = accuracy_of(predicted, whole[calibration:])
-    return LatencyTable(space, side, dict(options), where, blocks, rest, scale, shift, accuracy)
+    return replace(unfitted, scale=scale, shift=shift, accuracy=accuracy)
 
 
 def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list[Architecture]:
@@ -286,7 +255,3 @@ def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> f
 
     is_constant = len(set(predicted)) < 2 or len(set(measured)) < 2
     return 0.0 if is_constant else float(spearmanr(predicted, measured).statistic)
-
-
-def _ready(network: nn.Module, device: torch.device) -> nn.Module:
-    return network.to(device).eval()

@@ -3,7 +3,7 @@
 report.html           best architecture, Pareto front with constraints and names, configuration
 evaluated.csv         every scored architecture with its costs, in the order of the search
 front.png, front.svg  scores over one cost, with the Pareto front
-best.yaml             configuration that trains the best architecture (`export`)
+best.yaml             configuration that trains the best architecture (`Findings.export`)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,132 +21,124 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.search.problem import Constraint, Evaluated, SearchResult, shown
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
-from fl_lightning.reports.charts import Chart, Panel, Tooltip, series
+from fl_lightning.reports.charts import Chart, Tooltip, series
 from fl_lightning.reports.page import Page
 
 _AXES = {"flops": "multiply-adds", "params": "parameters", "latency_ms": "latency (ms)"}
-_UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 
 
-def write_evaluated(path: Path, result: SearchResult) -> None:
-    """Write all scored architectures of a search as a CSV file; makes the folder."""
-    measures = list(result.evaluated[0].costs)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["architecture", "score", *measures])
-        for one in result.evaluated:
-            rows.writerow([one.architecture, one.score, *(one.costs[m] for m in measures)])
+@dataclass(frozen=True)
+class Findings:
+    """Result of a search, with the axes of the Pareto front that is shown.
 
-
-def write_page(
-    folder: Path,
-    result: SearchResult,
-    best: Evaluated,
-    *,
-    measure: str,
-    score: str,
-    constraints: Sequence[Constraint],
-    configuration: str,
-) -> None:
-    """Write ``report.html``, ``front.png`` and ``front.svg``.
-
-    Args:
-        folder: folder of the search.
+    Attributes:
         result: result of the search.
-        best: architecture that the search exports.
         measure: name of the cost of the Pareto front.
         score: name of the score.
         constraints: constraints of the search.
-        configuration: text of the configuration that trains the best architecture.
     """
-    space = best.architecture.space
-    page = Page(f"Search of {space.name}", f"{len(result.evaluated)} networks scored · {folder}")
-    page.tiles([(f"best {score}", _score(best.score)), *_costs(best)])
-    bounds = ", ".join(map(str, constraints)) or "none"
-    page.facts({"best architecture": str(best.architecture), "constraints": bounds})
-    front = front_panel(result, measure=measure, score=score, constraints=constraints)
-    page.charts([Chart("front", f"{score} over {measure}", front, names_are_long=True)], folder)
-    page.heading(f"Pareto front of {score} and {measure}")
-    head, rows = front_rows(result, measure, score)
-    names = [str(one.architecture) for one in result.front(measure)]
-    page.table(["architecture", *head], [[n, *row] for n, row in zip(names, rows, strict=True)])
-    page.verbatim(configuration, "Configuration that trains the best architecture")
-    page.write(folder / "report.html")
 
+    result: SearchResult
+    measure: str
+    score: str
+    constraints: Sequence[Constraint] = ()
 
-def front_panel(
-    result: SearchResult, *, measure: str, score: str, constraints: Sequence[Constraint]
-) -> Panel:
-    """Return a panel of all scored networks, the Pareto front, and the bounds on the cost.
+    @property
+    def best(self) -> Evaluated:
+        """Architecture with the highest score; of equal ones the cheapest."""
+        return [self.result.best, *self.result.front(self.measure)][-1]
 
-    Networks with score -∞ are left out. Tooltips name the networks.
+    def write_evaluated(self, path: Path) -> None:
+        """Write all scored architectures as a CSV file; makes the folder."""
+        evaluated = self.result.evaluated
+        measures = list(evaluated[0].costs)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(["architecture", "score", *measures])
+            for one in evaluated:
+                rows.writerow([one.architecture, one.score, *(one.costs[m] for m in measures)])
 
-    Args:
-        result: result of the search.
-        measure: name of the cost on the horizontal axis.
-        score: label of the score axis.
-        constraints: constraints of the search; those on another cost are not drawn.
-    """
-    useful = [one for one in result.evaluated if one.score > -math.inf]
+    def write_page(self, folder: Path, configuration: str) -> None:
+        """Write ``report.html``, ``front.png`` and ``front.svg``.
 
-    def panel(axes: Any) -> list[Tooltip]:
+        Args:
+            folder: folder of the search.
+            configuration: text of the configuration that trains the best architecture.
+        """
+        best, score, measure = self.best, self.score, self.measure
+        count, space = len(self.result.evaluated), best.architecture.space
+        page = Page(f"Search of {space.name}", f"{count} networks scored · {folder}")
+        page.tiles([(f"best {score}", _score(best.score)), *_costs(best)])
+        bounds = ", ".join(map(str, self.constraints)) or "none"
+        page.facts({"best architecture": str(best.architecture), "constraints": bounds})
+        title = f"{score} over {measure}"
+        page.charts([Chart("front", title, self.draw_front, names_are_long=True)], folder)
+        page.heading(f"Pareto front of {score} and {measure}")
+        head, rows = self.front_rows()
+        names = [str(one.architecture) for one in self.result.front(measure)]
+        page.table(["architecture", *head], [[n, *row] for n, row in zip(names, rows, strict=True)])
+        page.verbatim(configuration, "Configuration that trains the best architecture")
+        page.write(folder / "report.html")
+
+    def draw_front(self, axes: Any) -> list[Tooltip]:
+        """Draw all scored networks, the Pareto front, and the bounds on its cost; a `Panel`.
+
+        Networks with score -∞ are left out. Tooltips name the networks.
+        """
+        from matplotlib.ticker import EngFormatter
+
+        measure, constraints = self.measure, self.constraints
+        useful = [one for one in self.result.evaluated if one.score > -math.inf]
         places = [(one.costs[measure], one.score) for one in useful]
-        front = [(one.costs[measure], one.score) for one in result.front(measure)]
+        front = [(one.costs[measure], one.score) for one in self.result.front(measure)]
         line = {"color": series(0), "markersize": 5, "drawstyle": "steps-post"}
         axes.scatter([x for x, _ in places], [y for _, y in places], s=14, color=series(7))
         axes.plot([x for x, _ in front], [y for _, y in front], "o-", label="Pareto front", **line)
-        for bound in constraints:
-            if bound.measure == measure:
-                axes.axvline(bound.bound, color=series(1), linestyle="--", label=str(bound))
-        axes.set(xlabel=_AXES.get(measure, measure), ylabel=score)
-        axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+        for bound in (one for one in constraints if one.measure == measure):
+            axes.axvline(bound.bound, color=series(1), linestyle="--", label=str(bound))
+        axes.set(xlabel=_AXES.get(measure, measure), ylabel=self.score)
+        axes.xaxis.set_major_formatter(EngFormatter())  # 250 k, 1.5 M
         axes.legend(loc="lower right")
-        pairs = zip(places, useful, strict=True)
         return [
             Tooltip(x, y, f"{_score(y)}, {shown(x)} {measure}: {one.architecture}")
-            for (x, y), one in pairs
+            for (x, y), one in zip(places, useful, strict=True)
         ]
 
-    return panel
+    def front_rows(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header and the rows of a table of the Pareto front, cheapest first."""
+        costs = self.result.evaluated[0].costs
+        measures = [name for name in costs if name != "activations"]
+        rows = [
+            [_score(one.score), *(shown(one.costs[name]) for name in measures)]
+            for one in self.result.front(self.measure)
+        ]
+        return ["score" if self.score in measures else self.score, *measures], rows
 
+    def export(self, path: Path, configuration: Mapping[str, Any], notes: Sequence[str]) -> str:
+        """Write the configuration that trains the best architecture; returns the text of the file.
 
-def _short(value: float) -> str:
-    """Return the short form of a number on an axis, e.g. "250 k" or "1.5 M"."""
-    for unit, name in _UNITS:
-        if abs(value) >= unit:
-            return f"{value / unit:g}{name}"
-    return f"{value:g}"
+        Args:
+            path: path of the YAML file.
+            configuration: configuration that trains the architecture, see `retraining`.
+            notes: comments, beside score and costs.
 
-
-def export(
-    path: Path, found: Evaluated, configuration: Mapping[str, Any], notes: Sequence[str]
-) -> str:
-    """Write the configuration that trains an architecture, with score and costs as comments.
-
-    Args:
-        path: path of the YAML file.
-        found: the architecture with its score and costs.
-        configuration: configuration that trains the architecture, see `retraining`.
-        notes: further comments.
-
-    Returns:
-        The text of the file.
-
-    Raises:
-        ConfigurationError: if the file cannot be written.
-    """
-    costs = [f"{name}: {value}" for name, value in _costs(found)]
-    comments = [f"# {line}\n" for line in (*notes, f"score: {found.score:.6g}", *costs)]
-    text = yaml.safe_dump(
-        configuration, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(comments) + text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"export: {path} cannot be written: {error.strerror}") from None
-    return "".join(comments) + text
+        Raises:
+            ConfigurationError: if the file cannot be written.
+        """
+        costs = [f"{name}: {value}" for name, value in _costs(self.best)]
+        lines = (*notes, f"score: {self.best.score:.6g}", *costs)
+        text = "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(
+            configuration, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"export: {path} cannot be written: {error.strerror}"
+            ) from None
+        return text
 
 
 def write_sweep(
@@ -172,16 +165,6 @@ def write_sweep(
     content = {"pruner": "hyperband", "base": configuration, "space": options}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-
-
-def front_rows(result: SearchResult, measure: str, score: str) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table of the Pareto front, cheapest first."""
-    measures = [name for name in result.evaluated[0].costs if name != "activations"]
-    rows = [
-        [_score(one.score), *(shown(one.costs[name]) for name in measures)]
-        for one in result.front(measure)
-    ]
-    return ["score" if score in measures else score, *measures], rows
 
 
 def _costs(one: Evaluated) -> list[tuple[str, str]]:

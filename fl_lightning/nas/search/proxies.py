@@ -24,12 +24,10 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +35,8 @@ from torch.nn.functional import cross_entropy
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
+from fl_lightning.data.sources.image_folder import ImageFolder
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
-
-if TYPE_CHECKING:
-    from torchvision.datasets import ImageFolder
-
 
 # network, images (batch, channels, side, side), labels (batch,) -> score of the network
 Proxy = Callable[[nn.Module, Tensor, Tensor], float]
@@ -65,8 +60,8 @@ def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     _remove_norms(linear)
     for parameter in linear.parameters():
         parameter.data.abs_()
-    linear(torch.ones_like(images[:1], dtype=torch.float64)).sum().backward()
-    return math.log1p(_saliency(linear))
+    flow = linear(torch.ones_like(images[:1], dtype=torch.float64)).sum()
+    return math.log1p(_saliency(_weights_and_gradients(linear, flow)))
 
 
 def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -75,7 +70,7 @@ def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     Raises:
         ConfigurationError: for a batch of one image, if a batch norm needs more.
     """
-    return _of_loss("snip", network, images, labels, _saliency)
+    return _saliency(_of_loss("snip", network, images, labels))
 
 
 def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -88,30 +83,44 @@ def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         >>> round(grad_norm(network, torch.ones(1, 1), torch.tensor([0])), 4)  # ‖(-1/2, 1/2)‖
         0.7071
     """
-    return _of_loss("grad_norm", network, images, labels, partial(_sum_of_norms, of_gradients=True))
+    pairs = _of_loss("grad_norm", network, images, labels)
+    return sum(float(gradient.double().norm()) for _, gradient in pairs)
 
 
 def l2_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Return the sum of the weight norms of the layers; images and labels are ignored."""
-    return _sum_of_norms(network, of_gradients=False)
+    return sum(float(weight.detach().double().norm()) for weight in _weights(network))
 
 
-def _of_loss(
-    name: str,
-    network: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    score: Callable[[nn.Module], float],
-) -> float:
-    """Return a score of a network that is computed from the gradients of the loss on a batch."""
-    with _training(network):
-        try:
-            logits = network(images)
-        except ValueError:  # batch norm's
-            _check_batch(name, images)
-            raise
-        cross_entropy(logits, labels).backward()
-        return score(network)
+# weights of a layer, and their gradient
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def _of_loss(name: str, network: nn.Module, images: Tensor, labels: Tensor) -> Pairs:
+    """Return weights and gradients of the loss on a batch; batch norms use the batch."""
+    copied = copy.deepcopy(network).train()
+    try:
+        logits = copied(images)
+    except ValueError:  # batch norm's
+        _check_batch(name, images)
+        raise
+    return _weights_and_gradients(copied, cross_entropy(logits, labels))
+
+
+def _weights(network: nn.Module) -> list[Tensor]:
+    return [m.weight for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+
+
+def _weights_and_gradients(network: nn.Module, loss: Tensor) -> Pairs:
+    """Return the weights of convolutions and linear layers that have a gradient, with the gradient."""
+    weights = _weights(network)
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+    pairs = zip(weights, gradients, strict=True)
+    return [(weight.detach(), gradient) for weight, gradient in pairs if gradient is not None]
+
+
+def _saliency(pairs: Pairs) -> float:
+    return sum(float((weight * gradient).double().abs().sum()) for weight, gradient in pairs)
 
 
 def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -126,7 +135,7 @@ def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         ConfigurationError: for a batch of one.
     """
     _check_batch("naswot", images)
-    size = len(images)
+    copied, size = copy.deepcopy(network).train(), len(images)
     agreement = torch.zeros(size, size, dtype=torch.float64)
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -135,19 +144,13 @@ def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
             on = (x.detach().flatten(1) > 0).double().cpu()
             agreement.add_(on @ on.T + (1 - on) @ (1 - on).T)
 
-    handles = [
-        module.register_forward_pre_hook(
-            count
-        )  # before: in-place activations overwrite their input
-        for module in network.modules()
-        if isinstance(module, _ACTIVATIONS)
-    ]
-    try:
-        with torch.no_grad(), _training(network):
-            network(images)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for module in copied.modules():
+        if isinstance(
+            module, _ACTIVATIONS
+        ):  # in-place activations overwrite their input, so before
+            module.register_forward_pre_hook(count)
+    with torch.no_grad():
+        copied(images)
     return float(torch.linalg.slogdet(agreement).logabsdet)
 
 
@@ -164,11 +167,10 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     """
     _check_batch("jacov", images)
     inputs = images.detach().clone().requires_grad_()
-    with _training(network):
-        outputs = network(inputs).sum()
-        if not outputs.requires_grad:
-            return -math.inf
-        (gradients,) = torch.autograd.grad(outputs, inputs, allow_unused=True)
+    outputs = copy.deepcopy(network).train()(inputs).sum()
+    if not outputs.requires_grad:
+        return -math.inf
+    (gradients,) = torch.autograd.grad(outputs, inputs, allow_unused=True)
     if gradients is None:
         return -math.inf
     correlations = torch.corrcoef(gradients.flatten(1).double())
@@ -196,49 +198,11 @@ def _check_batch(name: str, images: Tensor) -> None:
         )
 
 
-def _layers(network: nn.Module) -> Iterator[nn.Conv2d | nn.Linear]:
-    return (m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear))
-
-
-def _sum_of_norms(network: nn.Module, *, of_gradients: bool) -> float:
-    """Return Σ ‖gradient‖ or Σ ‖θ‖ over convolutions and linear layers; clears the gradients."""
-    weights = [layer.weight for layer in _layers(network)]
-    chosen = [weight.grad if of_gradients else weight.detach() for weight in weights]
-    total = sum(float(tensor.double().norm()) for tensor in chosen if tensor is not None)
-    network.zero_grad(set_to_none=True)
-    return total
-
-
-def _saliency(network: nn.Module) -> float:
-    """Return Σ |θ · gradient| over convolutions and linear layers; clears the gradients."""
-    total = 0.0
-    for layer in _layers(network):
-        if layer.weight.grad is not None:
-            total += float((layer.weight.detach() * layer.weight.grad).double().abs().sum())
-    network.zero_grad(set_to_none=True)
-    return total
-
-
 def _remove_norms(network: nn.Module) -> None:
     for module in list(network.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, _NORMS):
                 setattr(module, name, nn.Identity())
-
-
-@contextmanager
-def _training(network: nn.Module) -> Iterator[None]:
-    """Context in training mode, so that batch norms use the batch; restores modes and buffers."""
-    modes = {module: module.training for module in network.modules()}
-    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    network.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for name, buffer in network.named_buffers():
-            buffer.copy_(buffers[name])
 
 
 # architecture -> an untrained network
@@ -346,7 +310,7 @@ def folder_batch(
     Args:
         folder: folder with one sub-folder of images per class.
         batch_size: number of images.
-        side: height and width that images are resized to, in pixels.
+        side: height and width of the images in pixels, see `ImageFolder`.
         in_channels: 1 for gray images or 3 for color.
         num_classes: number of outputs of the networks, at least the number of classes.
         seed: seed of the draws.
@@ -354,37 +318,25 @@ def folder_batch(
     Raises:
         ConfigurationError: if the folder or an image cannot be read, or there are too many classes.
     """
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
-
-    steps = [v2.PILToTensor(), v2.Grayscale(in_channels), v2.Resize((side, side), antialias=True)]
-    if in_channels == 3:
-        del steps[1]
     if in_channels not in (1, 3):
         raise ConfigurationError(
             f"images: in_channels must be 1 or 3 for images, got {in_channels}"
         )
+    path = Path(folder)
+    source = ImageFolder(str(path.parent), image_size=side, train=path.name, test=None)
     try:
-        data = ImageFolder(str(folder), v2.Compose(steps))
-    except (OSError, RuntimeError) as error:
-        raise ConfigurationError(f"images {folder}: {str(error).splitlines()[0]}") from None
-    if len(data.classes) > num_classes:
+        loaded = source.load()
+    except ConfigurationError as error:
+        raise ConfigurationError(f"images: {str(error).removeprefix('root: ')}") from None
+    if len(loaded.class_names) > num_classes:
         raise ConfigurationError(
-            f"images {folder}: {len(data.classes)} classes, and num_classes is {num_classes}: raise it"
+            f"images {folder}: {len(loaded.class_names)} classes, and num_classes is {num_classes}: "
+            "raise it"
         )
+    rows: Any = loaded.train
     generator = torch_generator(seed, "proxy batch")
-    chosen = torch.randperm(len(data), generator=generator)[:batch_size].tolist()
-    images, labels = zip(*(_read_image(data, number) for number in chosen), strict=True)
-    batch = torch.stack(images).float()
-    return (batch - batch.mean()) / batch.std().clamp_min(1e-6), torch.tensor(labels)
-
-
-def _read_image(data: ImageFolder, number: int) -> tuple[Tensor, int]:
-    try:
-        image, label = data[number]
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's, of broken files
-        raise ConfigurationError(
-            f"images: {data.samples[number][0]} cannot be read ({type(error).__name__}): replace it or "
-            "remove it"
-        ) from error
-    return image, label
+    chosen = rows.select(torch.randperm(len(rows), generator=generator)[:batch_size])
+    batch = chosen.images.float()
+    if in_channels == 1:
+        batch = batch.mean(1, keepdim=True)
+    return (batch - batch.mean()) / batch.std().clamp_min(1e-6), chosen.targets

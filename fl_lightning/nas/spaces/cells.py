@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+from fl_lightning.nas.spaces.space import Architecture, Decision, SearchSpace
 
-# channels in, channels out, stride -> operation
+# sizes: channels in, channels out, stride -> operation
 Candidate = Callable[[int, int, int], nn.Module]
-# row, candidates in the order of the space's operations, channels in, channels out, stride
+# row, candidates in the order of the space's operations, and the sizes of the edge
 # -> edge, called with an input and the edge weights; None for no edge
 MakeEdge = Callable[[int, Sequence[Candidate], int, int, int], nn.Module | None]
 
@@ -157,16 +158,9 @@ class CellSpace(SearchSpace):
         """
         chosen = self.operations_of(architecture)
 
-        def make_edge(
-            row: int,
-            candidates: Sequence[Candidate],
-            channels_in: int,
-            channels_out: int,
-            stride: int,
-        ) -> nn.Module | None:
-            if chosen[row] == self.none:
-                return None
-            return FixedEdge(candidates[chosen[row]](channels_in, channels_out, stride))
+        def make_edge(row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module | None:
+            is_none = chosen[row] == self.none
+            return None if is_none else FixedEdge(candidates[chosen[row]](*sizes))
 
         return self.network(make_edge, num_classes=num_classes, **options)
 
@@ -190,6 +184,11 @@ class CellSpace(SearchSpace):
 
 class RowSpace(CellSpace):
     """Base of the spaces with one independent decision per row."""
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """An operation for every row."""
+        return tuple(Decision(f"{row.cell} {row}", self.operations) for row in self.rows)
 
     @override
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:

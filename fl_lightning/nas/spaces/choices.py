@@ -129,7 +129,7 @@ class Building:
     def __init__(
         self, chosen: Mapping[str, int] | None = None, make_edge: MakeLayer | None = None
     ) -> None:
-        self.make_edge, self._chosen = make_edge, chosen
+        self.make_edge, self.chosen = make_edge, chosen
         self.choices: dict[str, ValueChoice] = {}
         self.needs: dict[str, tuple[tuple[str, int], ...]] = {}
         self.inside: list[tuple[str, int]] = []
@@ -152,9 +152,9 @@ class Building:
                 f"choices of one label have the same options: those of {label} are {choice.options} and "
                 f"{self._all[label]}. Give one of them another label"
             )
-        if self._chosen is not None:
-            chosen = self._chosen[label]
-            choice.options, choice.index = (choice.options[chosen],), 0
+        if self.chosen is not None:
+            number = self.chosen[label]
+            choice.options, choice.index = (choice.options[number],), 0
         self.needs.setdefault(label, tuple(self.inside))
         choice.follow(self.choices.setdefault(label, choice))
 
@@ -164,6 +164,7 @@ class Building:
 
     def __exit__(self, *error: object) -> None:
         _BUILDING.reset(self._token)
+        del self._token  # it cannot be copied, and copies of modules hold their choices
 
 
 # label, constructors of the candidates by name -> layer
@@ -189,6 +190,12 @@ def inside(depth: Size, number: int) -> Iterator[None]:
 
 
 Size = Number | OpenSize
+
+
+def pick(options: Sequence[Number], label: str) -> Any:
+    """Return a choice of a size; in the network of one architecture the number that was chosen."""
+    current, choice = _BUILDING.get(), ValueChoice(options, label)
+    return choice if current is None or current.chosen is None else choice.now
 
 
 def is_open(*sizes: Any) -> bool:

@@ -147,12 +147,12 @@ class DARTS(CellSpace):
         reader.expect("|" if node == NODES[0] else "+|")
         pair: list[tuple[str, int]] = []
         for _ in range(2):
-            name = self.operations[1 + reader.word(self.operations[1:], "operation")]
+            name = self.operations[1 + reader.option(self.operations[1:], "operation")]
             reader.expect("~")
-            free = [source for source in range(node) if source not in [taken for _, taken in pair]]
-            pair.append(
-                (name, reader.number(free, "an earlier node, not the other input of this one"))
-            )
+            taken = [source for _, source in pair]
+            free = [source for source in range(node) if source not in taken]
+            what = "earlier node, not the other input of this one"
+            pair.append((name, free[reader.option([str(source) for source in free], what)]))
             reader.expect("|")
         return pair[0], pair[1]
 
@@ -180,16 +180,8 @@ class DARTS(CellSpace):
 
         With ``affine=False`` pools are followed by batch norm, as in the published search network.
         """
-        return DARTSNetwork(
-            make_edge,
-            self.rows,
-            candidates(affine),
-            num_classes=num_classes,
-            in_channels=in_channels,
-            channels=channels,
-            cells=cells,
-            affine=affine,
-        )
+        sizes = num_classes, in_channels, channels, cells
+        return DARTSNetwork(make_edge, self.rows, *sizes, affine)
 
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
         """Return the architecture that keeps, per node, the two edges with the strongest operations.
@@ -328,8 +320,6 @@ class DARTSNetwork(nn.Module):
         self,
         make_edge: MakeEdge,
         rows: Sequence[Row],
-        ops: Sequence[Candidate],
-        *,
         num_classes: int,
         in_channels: int,
         channels: int,
@@ -337,6 +327,7 @@ class DARTSNetwork(nn.Module):
         affine: bool,
     ) -> None:
         super().__init__()
+        ops = candidates(affine)
         stem = STEM_MULTIPLIER * channels
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, stem, 3, padding=1, bias=False), nn.BatchNorm2d(stem)

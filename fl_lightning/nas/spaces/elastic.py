@@ -12,8 +12,7 @@ A depthwise convolution runs with smaller kernels too:
 
 The matrices are learned, one pair per layer for all channels: 706 numbers.
 
-In attention one matrix computes queries, keys and values; its rows are three blocks of heads. A sub-network
-uses the first heads of each block. All heads have the same size.
+In attention a sub-network uses the first heads. All heads have the same size.
 Sources: Cai et al. 2020, ICLR (Once-for-All), section 3 and in 3.2 "elastic depth" and "elastic kernel size";
 Yu & Huang 2019 (slimmable networks); Chen et al. 2021, ICCV (AutoFormer), section 3.3, for heads.
 """
@@ -98,7 +97,7 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
     """Batch norm whose number of channels may be a choice; uses as many as the input has.
 
     Sub-networks share the running statistics, which fit none of them: recalibrate before you evaluate a
-    sub-network (`fl_lightning.nas.sub_networks.recalibration`).
+    sub-network (`fl_lightning.nas.sub_networks.evaluation`).
     """
 
     def __init__(self, num_features: Size, **options: Any) -> None:
@@ -125,32 +124,6 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
             self.momentum,
             self.eps,
         )
-
-
-class ElasticSqueezeExcite(nn.Module):
-    """Squeeze-and-excitation whose number of channels may be a choice; at full size equal to timm's.
-
-        y = x · hard sigmoid(W₂ relu(W₁ mean(x)))
-
-    Args:
-        channels: number of channels.
-    """
-
-    def __init__(self, channels: Size) -> None:
-        super().__init__()
-        squeezed = size_of(squeezed_channels, channels)
-        self.conv_reduce = ElasticConv2d(channels, squeezed, 1)
-        self.conv_expand = ElasticConv2d(squeezed, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape."""
-        squeezed = self.conv_reduce(x.mean((2, 3), keepdim=True))
-        return x * functional.hardsigmoid(self.conv_expand(squeezed.relu()))
-
-
-def squeezed_channels(channels: int) -> int:
-    """Return a quarter of the channels, as a multiple of 8 that is not much less."""
-    return multiple_of_8(channels / 4)
 
 
 def multiple_of_8(channels: float) -> int:
@@ -287,51 +260,8 @@ def _centre(weight: Tensor, larger: int, smaller: int) -> Tensor:
     return weight[..., inside, inside]
 
 
-class ElasticQKV(nn.Linear):
-    """Linear layer for queries, keys and values, whose features and heads may be choices.
-
-    Args:
-        features: number of input features.
-        heads: number of heads.
-        head_features: number of features per head.
-    """
-
-    def __init__(self, features: Size, heads: Size, head_features: int) -> None:
-        super().__init__(most(features), 3 * most(heads) * head_features)
-        self._heads, self._head_features = heads, head_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, tokens, 3 · heads · head_features)."""
-        features, rows = x.shape[-1], now(self._heads) * self._head_features
-        if 3 * rows == self.out_features:
-            return functional.linear(x, self.weight[:, :features], self.bias)
-        # three products, because one matrix of the separate rows would be a copy
-        blocks = zip(self.weight.chunk(3), self.bias.chunk(3), strict=True)
-        return torch.cat(
-            [functional.linear(x, w[:rows, :features], b[:rows]) for w, b in blocks], -1
-        )
-
-    def held_by(self, part: nn.Linear) -> dict[str, Tensor]:
-        """Return masks of the entries that a plain layer with fewer heads uses, by parameter."""
-        held = {
-            name: torch.zeros(own.shape, dtype=torch.bool) for name, own in self.named_parameters()
-        }
-        rows = part.out_features // 3
-        held["weight"].unflatten(0, (3, -1))[:, :rows, : part.in_features] = True
-        held["bias"].unflatten(0, (3, -1))[:, :rows] = True
-        return held
-
-    def copy_to(self, part: nn.Linear) -> None:
-        """Write the first heads into a plain layer with fewer heads."""
-        rows = part.out_features // 3
-        with torch.no_grad():
-            weight = self.weight.unflatten(0, (3, -1))[:, :rows, : part.in_features]
-            part.weight.copy_(weight.flatten(0, 1))
-            part.bias.copy_(self.bias.unflatten(0, (3, -1))[:, :rows].flatten())
-
-
 class Attention(nn.Module):
-    """Softmax self-attention as in timm, whose features and heads may be choices.
+    """Softmax self-attention whose features and heads may be choices.
 
     Args:
         features: number of input and output features.
@@ -343,16 +273,16 @@ class Attention(nn.Module):
         super().__init__()
         inner = size_of(mul, heads, head_features)
         self.head_features = head_features
-        self.qkv = (
-            ElasticQKV(features, heads, head_features)
-            if is_open(features, heads)
-            else nn.Linear(features, 3 * inner)  # type: ignore[arg-type]
-        )
+        self.query = fitting(ElasticLinear, features, inner)
+        self.key = fitting(ElasticLinear, features, inner)
+        self.value = fitting(ElasticLinear, features, inner)
         self.proj = fitting(ElasticLinear, inner, features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the shape of x, (batch, tokens, features)."""
-        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_features))
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_features)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
         mixed = functional.scaled_dot_product_attention(query, key, value)
         return self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

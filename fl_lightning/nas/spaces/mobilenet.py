@@ -12,7 +12,7 @@ Howard et al. 2019 (MobileNetV3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, final
@@ -21,28 +21,23 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
+from fl_lightning.nas.cost.count import Piece
 from fl_lightning.nas.spaces.cells import depthwise
-from fl_lightning.nas.spaces.choices import is_open, size_of
+from fl_lightning.nas.spaces.choices import Size, is_open, pick, size_of
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
     ElasticDepthwise,
-    ElasticSqueezeExcite,
-    Repeat,
     fitting,
     multiple_of_8,
-    squeezed_channels,
 )
-from fl_lightning.nas.spaces.sizes import (
-    NamedSize,
-    Part,
-    PartSizes,
-    SizedNetwork,
+from fl_lightning.nas.spaces.stages import (
+    Pieces,
+    RepeatedBlocks,
     StagedSpace,
     finish_settings,
+    repeated,
 )
-from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
 
@@ -73,6 +68,7 @@ class MobileNet(StagedSpace):
     """
 
     name: ClassVar[str] = "mobilenet"
+    letters: ClassVar[Mapping[str, str]] = {"kernel": "k", "expansion": "e"}
 
     kernels: tuple[int, ...] = (3, 5, 7)
     expansions: tuple[int, ...] = (3, 4, 6)
@@ -83,7 +79,7 @@ class MobileNet(StagedSpace):
     swish: tuple[bool, ...] = (False, False, False, True, True, True)
 
     def __post_init__(self) -> None:
-        finish_settings(self)
+        finish_settings(self, kernel=self.kernels, expansion=self.expansions, depth=self.depths)
         stages = len(self.widths) - 4
         if (
             stages < 1
@@ -95,64 +91,30 @@ class MobileNet(StagedSpace):
             )
         if any(kernel % 2 == 0 for kernel in self.kernels):
             raise ConfigurationError(f"{self.name}: kernels must be odd, got {self.kernels}")
-        self.named_sizes  # noqa: B018 - refuses options that do not rise
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """Stages of the network."""
-        block = (
-            NamedSize("kernel", "k", self.kernels),
-            NamedSize("expansion", "e", self.expansions),
-        )
-        depth = NamedSize("depth", "", self.depths)
-        return tuple(
-            Part(f"stage {number}", (), depth, block) for number in range(1, len(self.widths) - 3)
-        )
-
-    @property
-    def first(self) -> Block:
-        """Shape of the block before the stages, which every network has."""
-        first, second = self.widths[:2]
-        return Block(first, second, 1, self.squeeze[0], self.swish[0], 3, 1, expands=False)
-
-    def blocks(self, sizes: Sequence[PartSizes]) -> list[list[Block]]:
-        """Return the shapes of the blocks, stage by stage."""
-        stages = []
-        for number, stage in enumerate(sizes, 1):
-            before, width = self.widths[number : number + 2]
-            kind = self.squeeze[number], self.swish[number]
-            blocks: list[Block] = []
-            for kernel, expansion in stage.blocks:
-                stride = 1 if blocks else self.strides[number]
-                blocks.append(Block(before, width, stride, *kind, kernel, expansion))
-                before = width
-            stages.append(blocks)
-        return stages
 
     @override
-    def network(
-        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
-    ) -> MobileNetNetwork:
-        return MobileNetNetwork(self, sizes, num_classes, in_channels)
+    def pieces(self, num_classes: int, in_channels: int) -> Pieces:
+        first, second, *_ = self.widths
+        block = Block(first, second, 1, self.squeeze[0], self.swish[0], 3, 1, expands=False)
+        return {
+            "stem": (stem, in_channels, first, self.strides[0]),
+            "first": (InvertedResidual, block),
+            "stages": [self._stage(number) for number in range(1, len(self.strides))],
+            "head": (head, *self.widths[-3:], num_classes),
+        }
 
-    @override
-    def cost(
-        self,
-        architecture: Architecture,
-        *,
-        side: int = 32,
-        in_channels: int = 3,
-        num_classes: int = 10,
-    ) -> Cost:
-        last, wide, mixed = self.widths[-3:]
-        stages = self.blocks(self.sizes(architecture))
-        pieces: list[Piece] = [
-            (stem, in_channels, self.widths[0], self.strides[0]),
-            (InvertedResidual, self.first),
-            *((InvertedResidual, block) for stage in stages for block in stage),
-            (head, last, wide, mixed, num_classes),
-        ]
-        return chain_cost(pieces, (in_channels, side, side))
+    def _stage(self, number: int) -> RepeatedBlocks:
+        before, width = self.widths[number : number + 2]
+        kind = self.squeeze[number], self.swish[number]
+
+        def block(index: int) -> Piece:
+            kernel = pick(self.kernels, f"stage {number} block {index + 1} kernel")
+            expansion = pick(self.expansions, f"stage {number} block {index + 1} expansion")
+            opens = index == 0
+            stride, channels = (self.strides[number], before) if opens else (1, width)
+            return InvertedResidual, Block(channels, width, stride, *kind, kernel, expansion)
+
+        return repeated(pick(self.depths, f"stage {number} depth"), block)
 
 
 def small_mobilenet() -> MobileNet:
@@ -207,7 +169,7 @@ class InvertedResidual(nn.Module):
         self.conv_dw = depthwise_(hidden, shape.kernel, stride)
         self.bn2 = norm(hidden)
         self.act2 = activation()
-        self.se: nn.Module = _squeeze(hidden) if shape.squeeze else nn.Identity()
+        self.se: nn.Module = SqueezeExcite(hidden) if shape.squeeze else nn.Identity()
         self.conv_pwl = convolution(hidden, width, 1)
         self.bn3 = norm(width)
 
@@ -238,15 +200,24 @@ class InvertedResidual(nn.Module):
         return [ranked, Channels(squeezed, (expand.weight, 1))]
 
 
-def _squeeze(channels: Any) -> nn.Module:
-    if is_open(channels):
-        return ElasticSqueezeExcite(channels)
-    squeezed = squeezed_channels(channels)
-    # timm takes a second to load, and the command line asks spaces for their names alone
-    from timm.models._efficientnet_blocks import SqueezeExcite
+class SqueezeExcite(nn.Module):
+    """Squeeze-and-excitation of a number of channels, which may be a choice; equal to timm's.
 
-    plain: nn.Module = SqueezeExcite(channels, rd_channels=squeezed, gate_layer="hard_sigmoid")
-    return plain
+    y = x · hard sigmoid(W₂ relu(W₁ mean(x)))
+    """
+
+    def __init__(self, channels: Size) -> None:
+        super().__init__()
+        squeezed = size_of(lambda number: multiple_of_8(number / 4), channels)
+        self.conv_reduce = fitting(ElasticConv2d, channels, squeezed, 1)
+        self.act1 = nn.ReLU(inplace=True)
+        self.conv_expand = fitting(ElasticConv2d, squeezed, channels, 1)
+        self.gate = nn.Hardsigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the same shape."""
+        squeezed = self.act1(self.conv_reduce(x.mean((2, 3), keepdim=True)))
+        return x * self.gate(self.conv_expand(squeezed))  # type: ignore[no-any-return]
 
 
 def stem(channels_in: int, channels: int, stride: int) -> nn.Sequential:
@@ -270,31 +241,3 @@ def head(channels: int, wide: int, mixed: int, num_classes: int) -> nn.Sequentia
         nn.Flatten(),
         nn.Linear(mixed, num_classes),
     )
-
-
-class MobileNetNetwork(SizedNetwork):
-    """Network of the MobileNet space: a plain one, or the supernet."""
-
-    def __init__(
-        self, space: MobileNet, sizes: Sequence[PartSizes], num_classes: int, in_channels: int
-    ) -> None:
-        super().__init__(space, num_classes, in_channels)
-        self.stem = stem(in_channels, space.widths[0], space.strides[0])
-        self.first = InvertedResidual(space.first)
-        self.stages = nn.ModuleList(
-            Repeat((InvertedResidual(shape) for shape in stage), part.depth)
-            for stage, part in zip(space.blocks(sizes), sizes, strict=True)
-        )
-        last, wide, mixed = space.widths[-3:]
-        self.head = head(last, wide, mixed, num_classes)
-
-    @override
-    def logits(self, x: Tensor) -> Tensor:
-        x = self.first(self.stem(x))
-        for stage in self.stages:
-            x = stage(x)
-        return self.head(x)  # type: ignore[no-any-return]
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
-        return self.head[-1]

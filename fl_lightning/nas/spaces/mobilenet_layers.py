@@ -20,15 +20,9 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.elastic import multiple_of_8
-from fl_lightning.nas.spaces.mobilenet import (
-    Block,
-    InvertedResidual,
-    MobileNet,
-    head,
-    small_mobilenet,
-    stem,
-)
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
+from fl_lightning.nas.spaces.mobilenet import Block, InvertedResidual, MobileNet, small_mobilenet
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader
+from fl_lightning.nas.spaces.stages import blocks_of, made
 
 BLOCKS = tuple(product((3, 5, 7), (3, 6)))
 SKIP = "skip_connect"
@@ -58,11 +52,6 @@ class MobileNetLayers(RowSpace):
     sizes: MobileNet | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sizes, MobileNet | None):
-            raise ConfigurationError(
-                f"{self.name}: sizes must be a MobileNet space, whose layers it has, or null, got "
-                f"{self.sizes!r}"
-            )
         object.__setattr__(self, "sizes", self.sizes or small_mobilenet())
 
     @property
@@ -79,18 +68,11 @@ class MobileNetLayers(RowSpace):
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """One row per layer, stage by stage."""
-        stages = range(1, len(self.shapes.parts) + 1)
+        stages = range(1, len(self.shapes.strides))
         return tuple(
             Row(f"stage {stage}", layer, layer + 1)
             for stage in stages
             for layer in range(self.depth)
-        )
-
-    @cached_property
-    def decisions(self) -> tuple[Decision, ...]:
-        """An operation for every layer."""
-        return tuple(
-            Decision(f"{row.cell} layer {row.target}", self.operations) for row in self.rows
         )
 
     def node_names(self, cell: str) -> tuple[str, ...]:
@@ -110,7 +92,7 @@ class MobileNetLayers(RowSpace):
         for row in range(self.num_rows):
             if row:
                 reader.expect("-" if row % self.depth else "|")
-            choices.append(reader.word(self.operations, "operation"))
+            choices.append(reader.option(self.operations, "operation"))
         reader.end()
         return self.architecture(choices)
 
@@ -189,19 +171,17 @@ class LayeredNetwork(nn.Module):
         affine: bool,
     ) -> None:
         super().__init__()
-        self.stem = stem(in_channels, shapes.widths[0], shapes.strides[0])
-        self.first = InvertedResidual(shapes.first)
-        sizes = shapes.sizes(shapes.largest)
-        blocks = [block for stage in shapes.blocks(sizes) for block in stage]
+        shape = {"num_classes": num_classes, "in_channels": in_channels}
+        pieces = shapes.pieces_of(shapes.largest, **shape)
+        self.stem, self.first = made(pieces["stem"]), made(pieces["first"])
         self.layers = nn.ModuleList()
-        for row, block in enumerate(blocks):
+        for row, (_, block) in enumerate(blocks_of(pieces["stages"])):
             kind = block.squeeze, block.swish, affine
             candidates = (*(_block(*sizes, *kind) for sizes in BLOCKS), _skip(affine))
             layer = make_edge(row, candidates, block.channels_in, block.channels_out, block.stride)
             assert layer is not None, "there is no operation that leaves a layer out"
             self.layers.append(layer)
-        last, wide, mixed = shapes.widths[-3:]
-        self.head = head(last, wide, mixed, num_classes)
+        self.head: Any = made(pieces["head"])
 
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
         """Return logits, (batch, num_classes)."""
@@ -212,4 +192,4 @@ class LayeredNetwork(nn.Module):
 
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""
-        return self.head[-1]
+        return self.head[-1]  # type: ignore[no-any-return]

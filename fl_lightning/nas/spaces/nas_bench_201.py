@@ -20,8 +20,6 @@ Nothing of the benchmark is part of this package.
 
 from __future__ import annotations
 
-import csv
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +40,7 @@ from fl_lightning.nas.spaces.cells import (
     Zero,
     average_pool,
 )
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader
 
 # in the order of the strings: node by node, its sources in order
 EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
@@ -81,11 +79,6 @@ class NASBench201(RowSpace):
         """The six edges."""
         return tuple(Row("cell", *edge) for edge in EDGES)
 
-    @cached_property
-    def decisions(self) -> tuple[Decision, ...]:
-        """An operation for every edge."""
-        return tuple(Decision(f"{i}→{j}", self.operations) for i, j in EDGES)
-
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return input, 1, 2, output."""
         return ("input", "1", "2", "output")
@@ -104,9 +97,9 @@ class NASBench201(RowSpace):
         for target in (1, 2, 3):
             reader.expect("|" if target == 1 else "+|")
             for source in range(target):
-                choices.append(reader.word(self.operations, "operation"))
+                choices.append(reader.option(self.operations, "operation"))
                 reader.expect("~")
-                reader.number([source], "the number of its source")
+                reader.option([str(source)], "number of its source")
                 reader.expect("|")
         reader.end()
         return self.architecture(choices)
@@ -274,14 +267,39 @@ class NASBench201Table:
         Raises:
             ConfigurationError: if the file or a column is missing, or a row is malformed or repeated.
         """
-        path = Path(path)
+        import pandas  # half a second to import
+
+        path, space = Path(path), NASBench201()
         try:
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                return cls(path, *_read(path, csv.DictReader(file)))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            table = pandas.read_csv(path, dtype=str, keep_default_na=False)
+        except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
             raise ConfigurationError(
                 f"the table of NAS-Bench-201, {path}, cannot be read: {error}"
             ) from error
+        missing = [name for name in (CELL_COLUMN, *COLUMNS.values()) if name not in table]
+        if missing or not len(table):
+            what = f"lacks the columns {', '.join(missing)}" if missing else "has no cells"
+            raise ConfigurationError(f"{path} {what}; its first line has: {', '.join(table)}")
+        rows: dict[Architecture, int] = {}
+        for row, text in enumerate(table[CELL_COLUMN]):
+            try:
+                cell = space.parse(text)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{path}, line {row + 2}: {error}") from None
+            if cell in rows:
+                raise ConfigurationError(f"{path}, line {row + 2}: {cell} is there twice")
+            rows[cell] = row
+        accuracies: dict[DataSet, np.ndarray] = {}
+        for name, column in COLUMNS.items():
+            values = pandas.to_numeric(table[column], errors="coerce").to_numpy(dtype=float)
+            wrong = np.flatnonzero(~((values >= 0) & (values <= 100)))
+            if len(wrong):
+                raise ConfigurationError(
+                    f"{path}, line {wrong[0] + 2}: {column} must be a number from 0 to 100, got "
+                    f"{table[column][wrong[0]]!r}"
+                )
+            accuracies[name] = values
+        return cls(path, rows, accuracies)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -312,42 +330,3 @@ class NASBench201Table:
                 "holds all cells of the space (--table)"
             )
         return self.rows[cell]
-
-
-def _read(
-    path: Path, reader: csv.DictReader[str]
-) -> tuple[dict[Architecture, int], dict[DataSet, np.ndarray]]:
-    header = reader.fieldnames or ()
-    missing = [name for name in (CELL_COLUMN, *COLUMNS.values()) if name not in header]
-    if missing:
-        raise ConfigurationError(
-            f"{path} lacks the columns {', '.join(missing)}; its first line has: "
-            f"{', '.join(header) or 'nothing'}"
-        )
-    space = NASBench201()
-    rows: dict[Architecture, int] = {}
-    accuracies: dict[DataSet, list[float]] = {name: [] for name in COLUMNS}
-    for entry in reader:
-        where = f"{path}, line {reader.line_num}"
-        try:
-            cell = space.parse(entry[CELL_COLUMN] or "")
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{where}: {error}") from None
-        if cell in rows:
-            raise ConfigurationError(f"{where}: {cell} is there for the second time")
-        rows[cell] = len(rows)
-        for name, column in COLUMNS.items():
-            accuracies[name].append(_percentage(entry[column], f"{where}: {column}"))
-    if not rows:
-        raise ConfigurationError(f"{path} has a header and no cells")
-    return rows, {name: np.array(column) for name, column in accuracies.items()}
-
-
-def _percentage(text: str | None, what: str) -> float:
-    try:
-        value = float(text or "")
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 100:
-        raise ConfigurationError(f"{what} must be a number from 0 to 100, got {text!r}")
-    return value

@@ -20,7 +20,7 @@ Source of the kinds of choices: Microsoft NNI 2.x, "retiarii".
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -36,7 +36,7 @@ from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.relaxation import EdgeWeights, MixedEdge
 from fl_lightning.nas.spaces.cells import MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.choices import Building, ValueChoice, building, now
-from fl_lightning.nas.spaces.sizes import NamedSize, SizedNetwork, SizeSpace
+from fl_lightning.nas.spaces.sizes import SizedNetwork, SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, Decision
 
 
@@ -229,10 +229,9 @@ class LayerSpace(RowSpace):
 
 
 class _ModuleNetwork(SizedNetwork):
-    def __init__(self, space: ModuleSpace, current: Building, shape: Mapping[str, int]) -> None:
+    def __init__(self, space: ModuleSpace, shape: Mapping[str, int]) -> None:
         super().__init__(space, **shape)
-        with current:
-            self.module = _made(space.module, shape)
+        self.module = _made(space.module, shape)
 
     @override
     def logits(self, x: Tensor) -> Tensor:
@@ -253,51 +252,9 @@ class ModuleSpace(SizeSpace):
 
     module: str | type[nn.Module]
 
-    @cached_property
-    def _found(self) -> Building:
-        with torch.device("meta"), Building() as found:
-            _made(self.module, _SOME_SHAPE)
-        if not found.choices:
-            raise ConfigurationError("module: it makes no choices")
-        return found
-
     @override
-    @cached_property
-    def named_sizes(self) -> tuple[tuple[str, NamedSize], ...]:
-        choices = self._found.choices.items()
-        return tuple((label, NamedSize(label, "", choice.options)) for label, choice in choices)
-
-    @cached_property
-    def decisions(self) -> tuple[Decision, ...]:
-        """A decision for every label."""
-        return tuple(Decision(label, choice.names) for label, choice in self._found.choices.items())
-
-    @override
-    def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
-        found, chosen = self._found, dict(zip(self._found.choices, choices, strict=True))
-        depths = {label: found.choices[label].options[number] for label, number in chosen.items()}
-        needs = found.needs.items()
-        return tuple(all(depths[depth] > block for depth, block in need) for _, need in needs)
-
-    def enumerate(self) -> Iterator[Architecture]:
-        """Yield all different architectures; they can be fewer than `size`."""
-        return iter(dict.fromkeys(super().enumerate()))
-
-    @override
-    def supernet(self, *, num_classes: int, in_channels: int = 3) -> nn.Module:
-        shape, current = {"num_classes": num_classes, "in_channels": in_channels}, Building()
-        network = _ModuleNetwork(self, current, shape)
-        network.choices = list(current.choices.values())
-        return network
-
-    @override
-    def build(
-        self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
-    ) -> nn.Module:
-        self.check_own(architecture)
-        shape = {"num_classes": num_classes, "in_channels": in_channels}
-        chosen = dict(zip(self._found.choices, architecture.choices, strict=True))
-        return _ModuleNetwork(self, Building(chosen), shape)
+    def network(self, *, num_classes: int, in_channels: int) -> SizedNetwork:
+        return _ModuleNetwork(self, {"num_classes": num_classes, "in_channels": in_channels})
 
     @override
     def cost(

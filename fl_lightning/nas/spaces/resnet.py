@@ -10,7 +10,7 @@ Differs: one convolution as stem, of fixed width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, final
@@ -19,25 +19,22 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
-from fl_lightning.nas.spaces.choices import Number, Size, size_of
+from fl_lightning.nas.cost.count import Piece
+from fl_lightning.nas.spaces.choices import Number, Size, ValueChoice, pick, size_of
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
     ElasticLinear,
-    Repeat,
     fitting,
     multiple_of_8,
 )
-from fl_lightning.nas.spaces.sizes import (
-    NamedSize,
-    Part,
-    PartSizes,
-    SizedNetwork,
+from fl_lightning.nas.spaces.stages import (
+    Pieces,
+    RepeatedBlocks,
     StagedSpace,
     finish_settings,
+    repeated,
 )
-from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
 
 
@@ -65,6 +62,7 @@ class ResNet(StagedSpace):
     """
 
     name: ClassVar[str] = "resnet"
+    letters: ClassVar[Mapping[str, str]] = {"width": "w", "expansion": "e"}
 
     stem: int = 64
     channels: tuple[int, ...] = (256, 512, 1024, 2048)
@@ -75,7 +73,7 @@ class ResNet(StagedSpace):
     expansions: tuple[float, ...] = (0.2, 0.25, 0.35)
 
     def __post_init__(self) -> None:
-        finish_settings(self)
+        finish_settings(self, width=self.widths, expansion=self.expansions)
         if len(self.stem_strides) != 2:
             raise ConfigurationError(
                 f"{self.name}: stem_strides are two numbers, got {self.stem_strides}"
@@ -85,60 +83,39 @@ class ResNet(StagedSpace):
                 f"{self.name}: channels, strides and depths are for the same stages, got "
                 f"{len(self.channels)}, {len(self.strides)} and {len(self.depths)} of them"
             )
-        self.named_sizes  # noqa: B018 - refuses options that do not rise
+        for depths in self.depths:
+            ValueChoice(depths, "depth")  # raises for options that do not rise
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """Stages of the network."""
-        own = (NamedSize("width", "w", self.widths),)
-        block = (NamedSize("expansion", "e", self.expansions),)
-        return tuple(
-            Part(f"stage {number}", own, NamedSize("depth", "", depths), block)
-            for number, depths in enumerate(self.depths, 1)
-        )
+    @override
+    def pieces(self, num_classes: int, in_channels: int) -> Pieces:
+        stages: list[RepeatedBlocks] = []
+        width: Any = self.stem
+        for number in range(len(self.channels)):
+            stage, width = self._stage(number, width)
+            stages.append(stage)
+        return {
+            "stem": (stem, in_channels, self.stem, self.stem_strides),
+            "stages": stages,
+            "pool": (nn.AdaptiveAvgPool2d, 1),
+            "flatten": (nn.Flatten,),
+            "head": (fitting, ElasticLinear, width, num_classes),
+        }
 
-    def stage_channels(self, stage: int, width: Number) -> int:
-        """Return the channels of a stage at a given width, a multiple of 8."""
+    def _stage(self, number: int, before: Size) -> tuple[RepeatedBlocks, Size]:
+        """Return a stage and its channels, for the channels of the stage before."""
+        name = f"stage {number + 1}"
+        width = size_of(partial(self._channels, number), pick(self.widths, f"{name} width"))
+
+        def block(index: int) -> Piece:
+            expansion = pick(self.expansions, f"{name} block {index + 1} expansion")
+            opens = index == 0
+            stride, channels = (self.strides[number], before) if opens else (1, width)
+            return Bottleneck, channels, width, stride, expansion, opens
+
+        return repeated(pick(self.depths[number], f"{name} depth"), block), width
+
+    def _channels(self, stage: int, width: Number) -> int:
         return multiple_of_8(self.channels[stage] * width)
-
-    def blocks(self, sizes: Sequence[PartSizes]) -> list[list[tuple[Any, ...]]]:
-        """Return the arguments of each `Bottleneck`, by stage."""
-        stages: list[list[tuple[Any, ...]]] = []
-        before: Any = self.stem
-        for stage, part in enumerate(sizes):
-            width = size_of(partial(self.stage_channels, stage), part.own[0])
-            blocks: list[tuple[Any, ...]] = []
-            for number, (expansion,) in enumerate(part.blocks):
-                stride = self.strides[stage] if number == 0 else 1
-                blocks.append((before, width, stride, expansion, number == 0))
-                before = width
-            stages.append(blocks)
-        return stages
-
-    @override
-    def network(
-        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
-    ) -> ResNetNetwork:
-        return ResNetNetwork(self, sizes, num_classes, in_channels)
-
-    @override
-    def cost(
-        self,
-        architecture: Architecture,
-        *,
-        side: int = 32,
-        in_channels: int = 3,
-        num_classes: int = 10,
-    ) -> Cost:
-        stages = self.blocks(self.sizes(architecture))
-        pieces: list[Piece] = [
-            (stem, in_channels, self.stem, self.stem_strides),
-            *((Bottleneck, *block) for stage in stages for block in stage),
-            (nn.AdaptiveAvgPool2d, 1),
-            (nn.Flatten,),
-            (nn.Linear, stages[-1][-1][1], num_classes),
-        ]
-        return chain_cost(pieces, (in_channels, side, side))
 
 
 def small_resnet() -> ResNet:
@@ -219,31 +196,3 @@ def stem(channels_in: int, channels: int, strides: tuple[int, int]) -> nn.Sequen
         nn.ReLU(),
         nn.Identity() if pool == 1 else nn.MaxPool2d(3, pool, padding=1),
     )
-
-
-class ResNetNetwork(SizedNetwork):
-    """Network of the ResNet space: a plain one, or the supernet."""
-
-    def __init__(
-        self, space: ResNet, sizes: Sequence[PartSizes], num_classes: int, in_channels: int
-    ) -> None:
-        super().__init__(space, num_classes, in_channels)
-        stages = space.blocks(sizes)
-        self.stem = stem(in_channels, space.stem, space.stem_strides)
-        self.stages = nn.ModuleList(
-            Repeat((Bottleneck(*block) for block in stage), part.depth)
-            for stage, part in zip(stages, sizes, strict=True)
-        )
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = fitting(ElasticLinear, stages[-1][-1][1], num_classes)
-
-    @override
-    def logits(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for stage in self.stages:
-            x = stage(x)
-        return self.head(self.pool(x).flatten(1))  # type: ignore[no-any-return]
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
-        return self.head  # type: ignore[no-any-return]

@@ -141,11 +141,11 @@ class ArchitectureReader:
     Example:
         >>> reader = ArchitectureReader("|skip~0|", "cells")
         >>> reader.expect("|")
-        >>> reader.word(["conv", "pool"], "operation")
+        >>> reader.option(["conv", "pool"], "operation")
         Traceback (most recent call last):
         ...
         fl_lightning.core.errors.ConfigurationError: not an architecture of cells: after '|' character 2 \
-is 'skip'; expected an operation: conv, pool
+is 'skip'; expected the operation: conv, pool
     """
 
     def __init__(self, text: str, space: str) -> None:
@@ -159,22 +159,14 @@ is 'skip'; expected an operation: conv, pool
         Raises:
             ConfigurationError: if the string has something else at this position.
         """
-        if not self.text.startswith(piece, self.place):
+        if not self.follows(piece):
             self.refuse(f"expected {piece!r}")
-        self.place += len(piece)
 
-    def word(self, words: Sequence[str], what: str) -> int:
-        """Read one of several words, and return the index of the word.
-
-        Raises:
-            ConfigurationError: if the string has something else at this position.
-        """
-        found = self._match(r"\w*")
-        if found not in words:
-            article = "an" if what[0] in "aeiou" else "a"
-            self.refuse(f"expected {article} {what}: {', '.join(words)}")
-        self.place += len(found)
-        return words.index(found)
+    def follows(self, piece: str) -> bool:
+        """Read a piece of text if it is next; returns True if it was."""
+        is_next = self.text.startswith(piece, self.place)
+        self.place += len(piece) if is_next else 0
+        return is_next
 
     def option(self, options: Sequence[str], what: str) -> int:
         """Read the longest option that fits, so that 3.5 is not read as 3; return the option's index.
@@ -183,22 +175,9 @@ is 'skip'; expected an operation: conv, pool
             ConfigurationError: if the string has something else at this position.
         """
         for option in sorted(options, key=len, reverse=True):
-            if self.text.startswith(option, self.place):
-                self.place += len(option)
+            if self.follows(option):
                 return options.index(option)
         return self.refuse(f"expected the {what}: {', '.join(options)}")
-
-    def number(self, allowed: Sequence[int], what: str) -> int:
-        """Read one of several whole numbers, and return the number.
-
-        Raises:
-            ConfigurationError: if the string has something else at this position.
-        """
-        found = self._match(r"\d*")
-        if not found or int(found) not in allowed:
-            self.refuse(f"expected {what}: {', '.join(map(str, allowed))}")
-        self.place += len(found)
-        return int(found)
 
     def end(self) -> None:
         """Raise ConfigurationError unless the string ends here."""

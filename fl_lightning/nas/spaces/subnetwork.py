@@ -1,7 +1,7 @@
 """Sub-networks of a supernet: copying their weights, masks of their coordinates, sorting of channels.
 
 A plain network has the layer names of the supernet, and its tensors are the first rows and columns of the
-supernet's. Elastic layers where this does not hold define `copy_to` and `held_by`.
+supernet's. In depthwise convolutions this does not hold: they define `copy_to` and `held_by`.
 
 `sort_channels` moves the most important channels to the front, so that a narrow sub-network keeps them:
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.nas.spaces.elastic import ElasticDepthwise, ElasticQKV
+from fl_lightning.nas.spaces.elastic import ElasticDepthwise
 
 
 def copy(supernet: nn.Module, part: nn.Module) -> nn.Module:
@@ -36,7 +36,7 @@ def copy(supernet: nn.Module, part: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, layer in _layers(part):
             source = supernet.get_submodule(name)
-            if isinstance(source, ElasticDepthwise | ElasticQKV):
+            if isinstance(source, ElasticDepthwise):
                 source.copy_to(layer)  # type: ignore[arg-type]
                 continue
             for own, tensor in _own_tensors(layer):
@@ -60,7 +60,7 @@ def held(supernet: nn.Module, build: Callable[[], nn.Module]) -> dict[str, Tenso
     for name, layer in _layers(part):
         source = supernet.get_submodule(name)
         before = f"{name}." if name else ""
-        if isinstance(source, ElasticDepthwise | ElasticQKV):
+        if isinstance(source, ElasticDepthwise):
             own = source.held_by(layer)  # type: ignore[arg-type]
             masks.update({f"{before}{key}": mask for key, mask in own.items()})
             continue

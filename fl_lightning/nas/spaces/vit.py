@@ -4,16 +4,15 @@
     block: x <- x + attention(norm(x)),   x <- x + W₂ gelu(W₁ norm(x))
 
 All blocks have the same number of features (the residual stream), and every head has 64. Parameters have
-the names of timm's `VisionTransformer`.
+the names of timm's `VisionTransformer`, except that queries, keys and values have a layer each.
 Source: Chen et al. 2021, ICCV (AutoFormer), table 1 ("supernet-tiny"); Dosovitskiy et al. 2021.
 Differs: no relative positions; the classifier reads the class token, as in the original transformer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -21,25 +20,23 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, chain_cost
-from fl_lightning.nas.spaces.choices import Size, most, size_of
+from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
+from fl_lightning.nas.spaces.choices import Size, pick, size_of
 from fl_lightning.nas.spaces.elastic import (
     Attention,
     ElasticConv2d,
     ElasticLayerNorm,
     ElasticLinear,
-    Repeat,
     fitting,
 )
-from fl_lightning.nas.spaces.sizes import (
-    NamedSize,
-    Part,
-    PartSizes,
-    SizedNetwork,
+from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.stages import (
+    Pieces,
+    StagedNetwork,
     StagedSpace,
     finish_settings,
+    repeated,
 )
-from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import Channels
 
 
@@ -67,6 +64,7 @@ class ViT(StagedSpace):
     """
 
     name: ClassVar[str] = "vit"
+    letters: ClassVar[Mapping[str, str]] = {"features": "d", "heads": "h", "ratio": "m"}
 
     image_side: int = 32
     patch: int = 4
@@ -77,30 +75,37 @@ class ViT(StagedSpace):
     head_features: int = 64
 
     def __post_init__(self) -> None:
-        finish_settings(self)
+        sizes = {"features": self.features, "heads": self.heads, "ratio": self.ratios}
+        finish_settings(self, **sizes, depth=self.depths)
         if self.image_side % self.patch:
             raise ConfigurationError(
                 f"{self.name}: patch must divide image_side, got {self.patch} and {self.image_side}"
             )
-        self.named_sizes  # noqa: B018 - refuses options that do not rise
 
     @property
     def patches(self) -> int:
         """Number of patches of an image."""
         return (self.image_side // self.patch) ** 2
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """A single part, because all blocks have the same features."""
-        own = (NamedSize("features", "d", self.features),)
-        block = (NamedSize("heads", "h", self.heads), NamedSize("ratio", "m", self.ratios))
-        return (Part("network", own, NamedSize("depth", "", self.depths), block),)
+    @override
+    def pieces(self, num_classes: int, in_channels: int) -> Pieces:
+        width = pick(self.features, "network features")  # one part: all blocks have the same
+
+        def block(index: int) -> Piece:
+            heads = pick(self.heads, f"network block {index + 1} heads")
+            ratio = pick(self.ratios, f"network block {index + 1} ratio")
+            return TransformerBlock, width, heads, self.head_features, ratio
+
+        return {
+            "patch_embed": (PatchEmbedding, in_channels, width, self.patch),
+            "blocks": repeated(pick(self.depths, "network depth"), block),
+            "norm": (fitting_norm, width),
+            "head": (fitting, ElasticLinear, width, num_classes),
+        }
 
     @override
-    def network(
-        self, sizes: Sequence[PartSizes], *, num_classes: int, in_channels: int
-    ) -> ViTNetwork:
-        return ViTNetwork(self, sizes[0], num_classes, in_channels)
+    def network(self, *, num_classes: int, in_channels: int) -> ViTNetwork:
+        return ViTNetwork(self, num_classes, in_channels)
 
     def cost(
         self,
@@ -119,19 +124,14 @@ class ViT(StagedSpace):
             raise ConfigurationError(
                 f"{self.name} is for images of {self.image_side} pixels, got {side}: set image_side"
             )
-        (part,) = self.sizes(architecture)
-        (width,), tokens = part.own, self.patches + 1
-        blocks = [
-            (TransformerBlock, width, heads, self.head_features, ratio)
-            for heads, ratio in part.blocks
-        ]
+        shape = {"num_classes": num_classes, "in_channels": in_channels}
+        patches, stage, norm, last = self.pieces_of(architecture, **shape).values()
+        width, tokens = patches[2], self.patches + 1
         return (
-            chain_cost(
-                [(PatchEmbedding, in_channels, width, self.patch)], (in_channels, side, side)
-            )
+            chain_cost([patches], (in_channels, side, side))
             + Cost(0, width * (1 + tokens), 0)  # class token and positions
-            + chain_cost([*blocks, (nn.LayerNorm, width)], (tokens, width))
-            + chain_cost([(nn.Linear, width, num_classes)], (width,))
+            + chain_cost([*stage.blocks, norm], (tokens, width))
+            + chain_cost([last], (width,))
         )
 
 
@@ -146,7 +146,10 @@ def small_vit() -> ViT:
     )
 
 
-_EPSILON = 1e-6  # of norms, as in timm's
+def fitting_norm(features: Size) -> nn.LayerNorm:
+    """Return a layer norm with timm's epsilon."""
+    norm: nn.LayerNorm = fitting(ElasticLayerNorm, features, eps=1e-6)
+    return norm
 
 
 class Mlp(nn.Module):
@@ -168,10 +171,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, features: Size, heads: Size, head_features: int, ratio: Size) -> None:
         super().__init__()
-        norm = partial(fitting, ElasticLayerNorm, eps=_EPSILON)
-        self.norm1 = norm(features)
+        self.norm1 = fitting_norm(features)
         self.attn = Attention(features, heads, head_features)
-        self.norm2 = norm(features)
+        self.norm2 = fitting_norm(features)
         self.mlp = Mlp(features, size_of(hidden, features, ratio))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,9 +183,11 @@ class TransformerBlock(nn.Module):
 
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors that number the heads, and those that number the inner features of the MLP."""
-        qkv, size = self.attn.qkv, self.attn.head_features
-        heads = [(tensor.data.unflatten(0, (3, -1, size)), 1) for tensor in (qkv.weight, qkv.bias)]
-        mixed = (self.attn.proj.weight.data.unflatten(1, (-1, size)), 1)
+        attn, size = self.attn, self.attn.head_features
+        layers = (attn.query, attn.key, attn.value)
+        tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+        heads = [(tensor.data.unflatten(0, (-1, size)), 0) for tensor in tensors]
+        mixed = (attn.proj.weight.data.unflatten(1, (-1, size)), 1)
         into, out = self.mlp.fc1, self.mlp.fc2
         inside = ((into.weight, 0), (into.bias, 0), (out.weight, 1))
         return [Channels((*heads, mixed), mixed), Channels(inside, (out.weight, 1))]
@@ -206,24 +210,19 @@ class PatchEmbedding(nn.Module):
         return self.proj(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-class ViTNetwork(SizedNetwork):
+class ViTNetwork(StagedNetwork):
     """Network of the vision transformer space: a plain one, or the supernet."""
 
-    def __init__(self, space: ViT, sizes: PartSizes, num_classes: int, in_channels: int) -> None:
+    patch_embed: nn.Module
+    blocks: nn.Module
+    norm: nn.LayerNorm
+    head: nn.Module
+
+    def __init__(self, space: ViT, num_classes: int, in_channels: int) -> None:
         super().__init__(space, num_classes, in_channels)
-        (width,) = sizes.own
-        self.patch_embed = PatchEmbedding(in_channels, width, space.patch)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, most(width)))
-        self.pos_embed = nn.Parameter(torch.zeros(1, space.patches + 1, most(width)))
-        self.blocks = Repeat(
-            (
-                TransformerBlock(width, heads, space.head_features, ratio)
-                for heads, ratio in sizes.blocks
-            ),
-            sizes.depth,
-        )
-        self.norm = fitting(ElasticLayerNorm, width, eps=_EPSILON)
-        self.head = fitting(ElasticLinear, width, num_classes)
+        features = self.norm.normalized_shape[0]
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, features))
+        self.pos_embed = nn.Parameter(torch.zeros(1, space.patches + 1, features))
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
@@ -238,7 +237,3 @@ class ViTNetwork(SizedNetwork):
         first = self.cls_token[..., :width].expand(len(x), -1, -1)
         tokens = torch.cat([first, tokens], 1) + self.pos_embed[..., :width]
         return self.head(self.norm(self.blocks(tokens))[:, 0])  # type: ignore[no-any-return]
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
-        return self.head  # type: ignore[no-any-return]

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Literal, final
+from functools import lru_cache
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -28,10 +28,9 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import within
-from fl_lightning.nas.sub_networks.methods import Method, Step, sandwich, taught
+from fl_lightning.nas.sub_networks.methods import Method, Step, sandwich_loss
 
 Keep = Literal["best", "worst"]
-
 
 _MORE_TRIALS = 100  # then a candidate of another bin is used, as in the released code
 
@@ -65,54 +64,69 @@ class Attentive(Method):
 
     @override
     def loss(self, step: Step) -> Tensor:
-        networks = sandwich(
-            step.space,
-            step.generator,
-            num_drawn=self.num_drawn,
-            draw=partial(self._draw, step),
-            largest=step.limit,
+        bins = bins_by_cost(
+            step.space, step.cost, seed=step.seed, num_drawn=self.pool, num_bins=self.num_bins
         )
-        return taught(step, networks)
-
-    def _draw(self, step: Step, generator: torch.Generator) -> Architecture:
-        """Return the best or worst of several candidates of a bin, cut to the limit of the step."""
 
         def scores(candidates: Sequence[Architecture]) -> Sequence[float]:
             parts = [within(candidate, step.limit) for candidate in candidates]
             with torch.no_grad():
                 return [-step.labels_loss(step.logits(part)).item() for part in parts]
 
-        bins = bins_by_cost(
-            step.space, step.cost, seed=step.seed, num_drawn=self.pool, num_bins=self.num_bins
-        )
-        drawn = attentive_draw(
-            bins, scores, generator, keep=self.keep, num_candidates=self.num_candidates
-        )
-        return within(drawn, step.limit)
+        options: Any = {"keep": self.keep, "num_candidates": self.num_candidates}
+        drawn = [
+            bins.attentive_draw(scores, step.generator, **options) for _ in range(self.num_drawn)
+        ]
+        return sandwich_loss(step, [within(one, step.limit) for one in drawn])
 
 
-@dataclass(frozen=True, eq=False)
 class CostBins:
     """Frequencies of uniformly drawn sub-networks in bins of cost, and of their options in each bin.
 
-    Attributes:
+    Args:
         space: space of the sub-networks.
-        cost: function for the cost of an architecture.
+        cost: function for the cost of an architecture, e.g. FLOPs.
+        seed: seed of the run.
+        num_drawn: number of drawn sub-networks.
+        num_bins: number of equal bins between the lowest and the highest drawn cost.
+
+    Attributes:
         edges: rising edges of the bins, shape (num_bins + 1,); costs outside belong to the outer bins.
         shares: share of the draws in each bin, shape (num_bins,).
         options: share of each option of each size among the draws of a bin, shape (num_bins, num_sizes,
             num_options); 0 for options that a size lacks.
     """
 
-    space: SizeSpace
-    cost: Callable[[Architecture], float]
-    edges: Tensor
-    shares: Tensor
-    options: Tensor
+    def __init__(
+        self,
+        space: SizeSpace,
+        cost: Callable[[Architecture], float],
+        *,
+        seed: int,
+        num_drawn: int = 2000,
+        num_bins: int = 25,
+    ) -> None:
+        self.space, self.cost = space, cost
+        generator = torch_generator(seed, "attentive bins")
+        num_options = [len(decision.options) for decision in space.decisions]
+        columns = [torch.randint(n, (num_drawn,), generator=generator) for n in num_options]
+        drawn = torch.stack(columns, 1)
+        costs = [cost(space.architecture(choices)) for choices in drawn.tolist()]
+        self.edges = torch.linspace(min(costs), max(costs), num_bins + 1, dtype=torch.float64)
+        of_each = self._bins(costs)
+        counts = torch.bincount(of_each, minlength=num_bins).double()
+        self.shares = counts / num_drawn
+        one_hot = torch.nn.functional.one_hot(drawn, max(num_options)).double()
+        sums = torch.zeros(num_bins, *one_hot.shape[1:], dtype=torch.float64)
+        self.options = sums.index_add(0, of_each, one_hot) / counts.clamp(min=1)[:, None, None]
+
+    def _bins(self, costs: Sequence[float]) -> Tensor:
+        found = torch.bucketize(torch.tensor(costs, dtype=torch.float64), self.edges, right=True)
+        return (found - 1).clamp(0, len(self.edges) - 2)
 
     def of(self, cost: float) -> int:
         """Return the index of the bin of a cost."""
-        return int(_bins(torch.tensor([cost], dtype=torch.float64), self.edges))
+        return int(self._bins([cost]))
 
     def draw(self, number: int, generator: torch.Generator) -> Architecture:
         """Return a random sub-network of a bin, or of another bin if 101 draws miss it."""
@@ -123,69 +137,26 @@ class CostBins:
                 break
         return drawn
 
+    def attentive_draw(
+        self,
+        score: Callable[[Sequence[Architecture]], Sequence[float]],
+        generator: torch.Generator,
+        *,
+        keep: Keep = "best",
+        num_candidates: int = 50,
+    ) -> Architecture:
+        """Return the best or worst of several random sub-networks of one bin; the first of equal ones.
 
-@lru_cache(maxsize=4)  # a pure function that takes two seconds
-def bins_by_cost(
-    space: SizeSpace,
-    cost: Callable[[Architecture], float],
-    *,
-    seed: int,
-    num_drawn: int = 2000,
-    num_bins: int = 25,
-) -> CostBins:
-    """Draw sub-networks uniformly and count them by bins of cost.
-
-    Args:
-        space: space of sizes.
-        cost: function for the cost of an architecture, e.g. FLOPs.
-        seed: seed of the run.
-        num_drawn: number of drawn sub-networks.
-        num_bins: number of equal bins between the lowest and the highest drawn cost.
-    """
-    generator = torch_generator(seed, "attentive bins")
-    num_options = [len(decision.options) for decision in space.decisions]
-    columns = [torch.randint(n, (num_drawn,), generator=generator) for n in num_options]
-    drawn = torch.stack(columns, 1)
-    costs = [cost(space.architecture(choices)) for choices in drawn.tolist()]
-    found = torch.tensor(costs, dtype=torch.float64)
-    edges = torch.linspace(
-        float(found.min()), float(found.max()), num_bins + 1, dtype=torch.float64
-    )
-    of_each = _bins(found, edges)
-    options = torch.zeros(num_bins, len(num_options), max(num_options), dtype=torch.float64)
-    for size in range(len(num_options)):
-        options[:, size].index_put_(
-            (of_each, drawn[:, size]), torch.ones(num_drawn, dtype=torch.float64), accumulate=True
-        )
-    counts = torch.bincount(of_each, minlength=num_bins).double()
-    return CostBins(
-        space, cost, edges, counts / num_drawn, options / counts.clamp(min=1)[:, None, None]
-    )
+        Args:
+            score: function for the scores of architectures, higher is better.
+            generator: generator of the draws.
+            keep: ``"best"`` or ``"worst"``.
+            num_candidates: number of candidates.
+        """
+        number = int(torch.multinomial(self.shares, 1, generator=generator))
+        candidates = [self.draw(number, generator) for _ in range(num_candidates)]
+        scores = np.asarray(score(candidates))
+        return candidates[int(scores.argmax() if keep == "best" else scores.argmin())]
 
 
-def _bins(costs: Tensor, edges: Tensor) -> Tensor:
-    """Return the index of the bin of each cost."""
-    return (torch.bucketize(costs, edges, right=True) - 1).clamp(0, len(edges) - 2)
-
-
-def attentive_draw(
-    bins: CostBins,
-    score: Callable[[Sequence[Architecture]], Sequence[float]],
-    generator: torch.Generator,
-    *,
-    keep: Keep = "best",
-    num_candidates: int = 50,
-) -> Architecture:
-    """Return the best or worst of several random sub-networks of one bin; the first of equal ones.
-
-    Args:
-        bins: bins of the space.
-        score: function for the scores of architectures, higher is better.
-        generator: generator of the draws.
-        keep: ``"best"`` or ``"worst"``.
-        num_candidates: number of candidates.
-    """
-    number = int(torch.multinomial(bins.shares, 1, generator=generator))
-    candidates = [bins.draw(number, generator) for _ in range(num_candidates)]
-    scores = np.asarray(score(candidates))
-    return candidates[int(scores.argmax() if keep == "best" else scores.argmin())]
+bins_by_cost = lru_cache(maxsize=4)(CostBins)  # a pure function that takes two seconds

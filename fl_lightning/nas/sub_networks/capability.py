@@ -22,12 +22,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed, torch_generator
@@ -60,6 +62,18 @@ class CostOf:
         return float(getattr(space.cost(architecture, side=self.side, **shape), self.measure))
 
 
+class Budget(NamedTuple):
+    """Largest cost that a client affords.
+
+    Attributes:
+        amount: in the measure of the capability, or in milliseconds if there is a latency file.
+        latency_file: a file of ``fl-lightning latency`` for the client's device.
+    """
+
+    amount: float
+    latency_file: str | None = None
+
+
 class Capability(ABC):
     """Base of the assignments of budgets to clients."""
 
@@ -67,16 +81,12 @@ class Capability(ABC):
     relative: bool | None
 
     @abstractmethod
-    def budgets(self, num_clients: int) -> list[float]:
+    def budgets(self, num_clients: int) -> list[Budget]:
         """Return the budget of every client.
 
         Raises:
             ConfigurationError: if the budget of a client is missing.
         """
-
-    @abstractmethod
-    def latencies(self, num_clients: int) -> list[str | None]:
-        """Return the latency file of every client's device; None if its budget is in `measure`."""
 
 
 @final
@@ -95,8 +105,8 @@ class DeviceClasses(Capability):
         seed: seed of the assignment of clients to classes; the run's seed if None.
 
     Example:
-        >>> sorted(DeviceClasses([0.25, 1.0], [0.5, 0.5], seed=0).budgets(4))
-        [0.25, 0.25, 1.0, 1.0]
+        >>> sorted(DeviceClasses([0.25, 1.0], [0.5, 0.5], seed=0).budgets(2))
+        [Budget(amount=0.25, latency_file=None), Budget(amount=1.0, latency_file=None)]
     """
 
     budgets_of_classes: Sequence[float]
@@ -127,24 +137,18 @@ class DeviceClasses(Capability):
         if self.relative is None:
             object.__setattr__(self, "relative", files is None)
 
-    def budgets(self, num_clients: int) -> list[float]:
+    def budgets(self, num_clients: int) -> list[Budget]:
         """Return the budget of every client; classes have their shares to within one client."""
-        return [float(self.budgets_of_classes[number]) for number in self._classes(num_clients)]
-
-    def latencies(self, num_clients: int) -> list[str | None]:
-        """Return the file of every client's class."""
-        files = self.latency_files
-        return [None if files is None else files[number] for number in self._classes(num_clients)]
-
-    def _classes(self, num_clients: int) -> list[int]:
-        """Return the number of every client's class."""
-        number = len(self.budgets_of_classes)
-        shares = [1 / number] * number if self.shares is None else self.shares
+        amounts = self.budgets_of_classes
+        files: Sequence[str | None] = self.latency_files or [None] * len(amounts)
+        pairs = zip(amounts, files, strict=True)
+        classes = [Budget(float(amount), file) for amount, file in pairs]
+        shares = self.shares or [1 / len(classes)] * len(classes)
         ends = [round(num_clients * share) for share in accumulate(shares)]
         generator = torch_generator(run_seed(self.seed), "capability")
         order = torch.randperm(num_clients, generator=generator)
-        classes: list[int] = torch.bucketize(order, torch.tensor(ends[:-1]), right=True).tolist()
-        return classes
+        numbers: list[int] = torch.bucketize(order, torch.tensor(ends[:-1]), right=True).tolist()
+        return [classes[number] for number in numbers]
 
 
 @final
@@ -165,23 +169,14 @@ class BudgetTable(Capability):
     measure: Measure = "flops"
     relative: bool = False
 
-    def budgets(self, num_clients: int) -> list[float]:
-        """Return the budget of every client."""
-        return [budget for budget, _ in self._rows(num_clients)]
-
-    def latencies(self, num_clients: int) -> list[str | None]:
-        """Return the latency file of every client, from the third column; None if it is empty."""
-        return [file for _, file in self._rows(num_clients)]
-
-    def _rows(self, num_clients: int) -> list[tuple[float, str | None]]:
-        """Return budget and latency file of every client."""
+    @override
+    def budgets(self, num_clients: int) -> list[Budget]:
         try:
             with Path(self.path).open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            found = {
-                int(row["client"]): (float(row["budget"]), row.get("latency") or None)
-                for row in rows
-            }
+                found = {
+                    int(row["client"]): Budget(float(row["budget"]), row.get("latency") or None)
+                    for row in csv.DictReader(file)
+                }
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"budgets {self.path}: {error!r}; the file must be a CSV with the columns client "
@@ -192,11 +187,11 @@ class BudgetTable(Capability):
             raise ConfigurationError(
                 f"budgets {self.path}: no budget for client {missing[0]}; there are {num_clients}"
             )
-        broken = [client for client, (budget, _) in found.items() if not _is_budget(budget)]
+        broken = [client for client, budget in found.items() if not _is_budget(budget.amount)]
         if broken:
             raise ConfigurationError(
                 f"budgets {self.path}: a budget must be a finite number above 0, and that of client "
-                f"{broken[0]} is {found[broken[0]][0]:g}"
+                f"{broken[0]} is {found[broken[0]].amount:g}"
             )
         return [found[client] for client in range(num_clients)]
 
@@ -209,16 +204,14 @@ def limits(
     Raises:
         ConfigurationError: if a client cannot afford the smallest, or a latency file is for other networks.
     """
-    files = capability.latencies(num_clients)
-    wanted = list(zip(files, capability.budgets(num_clients), strict=True))
-    costs = {file: _cost_on(file, space, cost) for file in dict.fromkeys(files)}
 
-    def limit(file: str | None, budget: float) -> Architecture:
-        unit = costs[file](space.largest) if capability.relative else 1.0
-        return largest_within(space, costs[file], budget * unit)
+    @cache
+    def limit(budget: Budget) -> Architecture:
+        on_device = _cost_on(budget.latency_file, space, cost)
+        unit = on_device(space.largest) if capability.relative else 1.0
+        return largest_within(space, on_device, budget.amount * unit)
 
-    found = {pair: limit(*pair) for pair in dict.fromkeys(wanted)}
-    return [found[pair] for pair in wanted]
+    return [limit(budget) for budget in capability.budgets(num_clients)]
 
 
 def _cost_on(file: str | None, space: SizeSpace, cost: CostOf) -> Callable[[Architecture], float]:
@@ -226,8 +219,9 @@ def _cost_on(file: str | None, space: SizeSpace, cost: CostOf) -> Callable[[Arch
     if file is None:
         return cost
     table = LatencyTable.read(file)
-    shape = {"in_channels": cost.in_channels, "num_classes": cost.num_classes}
-    table.check(space, cost.side, shape)
+    table.check(
+        space, cost.side, {"in_channels": cost.in_channels, "num_classes": cost.num_classes}
+    )
     return table.milliseconds
 
 
@@ -252,13 +246,10 @@ def reach(space: SizeSpace, supernet: nn.Module, limit: Architecture) -> dict[st
     one kind of size lowered to each of its options.
     """
     masks = space.held(supernet, limit)
-    kinds = {size.name: len(size.options) for _, size in space.named_sizes}
-    for kind, number in kinds.items():
+    for kind, number in space.most_options.items():
         for most in range(number - 1):
-            lowered = [
-                min(choice, most) if size.name == kind else choice
-                for choice, (_, size) in zip(limit.choices, space.named_sizes, strict=True)
-            ]
+            pairs = zip(limit.choices, space.kinds, strict=True)
+            lowered = [min(choice, most) if own == kind else choice for choice, own in pairs]
             architecture = space.architecture(lowered)
             if architecture != limit:
                 for name, mask in space.held(supernet, architecture).items():
@@ -298,34 +289,21 @@ def largest_within(
     if cost(space.largest) <= budget:
         return space.largest
     full: set[int] = set()  # decisions that cannot be raised, now or later
+    ends = space.largest.choices
     while True:
-        candidates = [index for index in _raisable(space, best) if index not in full]
-        if not candidates:
+        active = space.active(best.choices)
+        open_ = [
+            index
+            for index, (choice, end) in enumerate(zip(best.choices, ends, strict=True))
+            if active[index] and choice < end and index not in full
+        ]
+        if not open_:
             return best
-        index = min(candidates, key=lambda index: _level(best, index))
-        raised = _moved(best, index, 1)
+        choices = list(best.choices)
+        lowest = min(open_, key=lambda index: choices[index] / ends[index])  # among its options
+        choices[lowest] += 1
+        raised = space.architecture(choices)
         if cost(raised) <= budget:
             best = raised
         else:
-            full.add(index)
-
-
-def _raisable(space: SizeSpace, architecture: Architecture) -> list[int]:
-    active = space.active(architecture.choices)
-    rows = zip(architecture.choices, space.decisions, active, strict=True)
-    return [
-        index
-        for index, (choice, decision, on) in enumerate(rows)
-        if on and choice + 1 < len(decision.options)
-    ]
-
-
-def _level(architecture: Architecture, index: int) -> float:
-    """Position of a size among its options, in [0, 1]."""
-    return architecture.choices[index] / (len(architecture.space.decisions[index].options) - 1)
-
-
-def _moved(architecture: Architecture, index: int, by: int) -> Architecture:
-    choices = list(architecture.choices)
-    choices[index] += by
-    return architecture.space.architecture(choices)
+            full.add(lowest)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -71,9 +71,9 @@ class Step:
         assert isinstance(space, SizeSpace)
         return space
 
-    def drawn(self, generator: torch.Generator) -> Architecture:
+    def drawn(self) -> Architecture:
         """Return a uniformly drawn sub-network, cut to the limit."""
-        return within(self.space.sample(generator), self.limit)
+        return within(self.space.sample(self.generator), self.limit)
 
 
 class Method(ABC):
@@ -103,8 +103,80 @@ class RandomPath(Method):
 
     @override
     def loss(self, step: Step) -> Tensor:
-        drawn = [step.drawn(step.generator) for _ in range(self.num_drawn)]
+        drawn = [step.drawn() for _ in range(self.num_drawn)]
         return _mean(step.labels_loss(step.logits(network)) for network in drawn)
+
+
+@final
+@dataclass(frozen=True)
+class Sandwich(Method):
+    """BigNAS: the largest network learns from labels, the smallest and drawn ones learn from the largest.
+
+    Attributes:
+        num_drawn: number of drawn sub-networks per step, at least 0.
+    """
+
+    num_drawn: int = 2
+
+    def __post_init__(self) -> None:
+        check_range("num_drawn", self.num_drawn, "at least 0")
+
+    @override
+    def loss(self, step: Step) -> Tensor:
+        return sandwich_loss(step, [step.drawn() for _ in range(self.num_drawn)])
+
+
+def sandwich_loss(step: Step, drawn: Sequence[Architecture]) -> Tensor:
+    """Return the mean of the largest network's label loss and the distillation losses of the others.
+
+    Networks equal to the largest are left out, because they would learn from themselves.
+
+    Args:
+        step: the local step.
+        drawn: sub-networks that learn beside the smallest.
+    """
+    teacher = step.whole(step.limit)
+    students = [network for network in (step.space.smallest, *drawn) if network != step.limit]
+    taught = (distillation_loss(step.logits(network), teacher) for network in students)
+    return _mean([step.labels_loss(teacher), *taught])
+
+
+def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the cross-entropy of a student to the probabilities of a teacher, averaged over examples.
+
+    Args:
+        student: logits of the student, shape (batch, num_classes).
+        teacher: logits of the teacher, same shape; no gradient flows into them.
+
+    Example:
+        >>> student, teacher = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[2.0, 0.0, -1.0]])
+        >>> round(distillation_loss(student, teacher).item(), 6)
+        0.904005
+    """
+    return -(teacher.detach().softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
+
+
+def _mean(losses: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).mean()
+
+
+def step_generator(seed: int, *, round_: int, client: int | None, step: int) -> torch.Generator:
+    """Return the generator of the draws of a step.
+
+    Args:
+        seed: seed of the run.
+        round_: index of the round, or of the epoch without a federation.
+        client: number of the client; None if all clients draw alike.
+        step: index of the step in this round.
+
+    Example:
+        >>> def draw(client, step):
+        ...     generator = step_generator(0, round_=3, client=client, step=step)
+        ...     return int(torch.randint(1000, (), generator=generator))
+        >>> draw(5, 1) == draw(5, 1), draw(5, 1) == draw(6, 1), draw(None, 1) == draw(None, 2)
+        (True, False, False)
+    """
+    return torch_generator(seed, "sub-networks", round_, 0 if client is None else client + 1, step)
 
 
 @final
@@ -143,12 +215,13 @@ class Shrinking(Method):
         self.schedule(space, num_rounds=1)
 
     def schedule(self, space: SizeSpace, num_rounds: int) -> ProgressiveShrinking:
-        """Return the options that train in each round."""
-        order = self.order or published_order(space)
-        rounds = self.rounds
-        if rounds is None:
-            rounds = _equal_phases(num_rounds, num_phases(most_options(space), order))
-        return ProgressiveShrinking(space, order, rounds)
+        """Return the options that train in each round; the published order is kernel, depth, widths."""
+        published = sorted(space.most_options, key=lambda kind: _FIRST.get(kind, len(_FIRST)))
+        order = self.order or tuple(published)
+        phases = _num_phases(space, order)
+        ends = [math.ceil(phase * num_rounds / phases) for phase in range(phases + 1)]
+        equal = tuple(end - start for start, end in pairwise(ends))
+        return ProgressiveShrinking(space, order, equal if self.rounds is None else self.rounds)
 
     def loss(self, step: Step) -> Tensor:
         """Return the mean loss of the step's networks; in the first phase of the largest network alone."""
@@ -173,110 +246,7 @@ class Shrinking(Method):
         return _mean(losses)
 
 
-@final
-@dataclass(frozen=True)
-class Sandwich(Method):
-    """BigNAS: the largest network learns from labels, the smallest and drawn ones learn from the largest.
-
-    Attributes:
-        num_drawn: number of drawn sub-networks per step, at least 0.
-    """
-
-    num_drawn: int = 2
-
-    def __post_init__(self) -> None:
-        check_range("num_drawn", self.num_drawn, "at least 0")
-
-    @override
-    def loss(self, step: Step) -> Tensor:
-        networks = sandwich(
-            step.space,
-            step.generator,
-            num_drawn=self.num_drawn,
-            draw=step.drawn,
-            largest=step.limit,
-        )
-        return taught(step, networks)
-
-
-def taught(step: Step, networks: Sequence[Architecture]) -> Tensor:
-    """Return the mean of the label loss of the first network and distillation losses of the others.
-
-    Networks equal to the first are left out, because they would learn from themselves.
-    """
-    largest, *others = networks
-    teacher = step.whole(largest)
-    students = [network for network in others if network != largest]
-    taught_losses = (distillation_loss(step.logits(network), teacher) for network in students)
-    return _mean([step.labels_loss(teacher), *taught_losses])
-
-
-def _mean(losses: Iterable[Tensor]) -> Tensor:
-    return torch.stack(list(losses)).mean()
-
-
-def _equal_phases(num_rounds: int, num_phases: int) -> tuple[int, ...]:
-    ends = [math.ceil(phase * num_rounds / num_phases) for phase in range(num_phases + 1)]
-    return tuple(end - start for start, end in pairwise(ends))
-
-
-# generator -> a drawn architecture
-Draw = Callable[[torch.Generator], Architecture]
-
-
-def step_generator(seed: int, *, round_: int, client: int | None, step: int) -> torch.Generator:
-    """Return the generator of the draws of a step.
-
-    Args:
-        seed: seed of the run.
-        round_: index of the round, or of the epoch without a federation.
-        client: number of the client; None if all clients draw alike.
-        step: index of the step in this round.
-
-    Example:
-        >>> def draw(client, step):
-        ...     generator = step_generator(0, round_=3, client=client, step=step)
-        ...     return int(torch.randint(1000, (), generator=generator))
-        >>> draw(5, 1) == draw(5, 1), draw(5, 1) == draw(6, 1), draw(None, 1) == draw(None, 2)
-        (True, False, False)
-    """
-    return torch_generator(seed, "sub-networks", round_, 0 if client is None else client + 1, step)
-
-
-def sandwich(
-    space: SizeSpace,
-    generator: torch.Generator,
-    *,
-    num_drawn: int = 2,
-    draw: Draw | None = None,
-    largest: Architecture | None = None,
-) -> list[Architecture]:
-    """Return the sub-networks of a sandwich step: the largest, the smallest, then drawn ones.
-
-    Args:
-        space: space of sizes.
-        generator: generator of the step.
-        num_drawn: number of drawn sub-networks.
-        draw: function that draws one; uniform draws if None.
-        largest: largest network of the client; that of the space if None.
-    """
-    drawn = [(draw or space.sample)(generator) for _ in range(num_drawn)]
-    return [largest or space.largest, space.smallest, *drawn]
-
-
-def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the cross-entropy of a student to the probabilities of a teacher, averaged over examples.
-
-    Args:
-        student: logits of the student, shape (batch, num_classes).
-        teacher: logits of the teacher, same shape; no gradient flows into them.
-
-    Example:
-        >>> student, teacher = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[2.0, 0.0, -1.0]])
-        >>> round(distillation_loss(student, teacher).item(), 6)
-        0.904005
-    """
-    return -(teacher.detach().softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
+_FIRST = {"kernel": 0, "depth": 1}
 
 
 @dataclass(frozen=True)
@@ -306,14 +276,13 @@ class ProgressiveShrinking:
     rounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        names = most_options(self.space)
-        unknown = [name for name in self.order if name not in names]
-        if unknown or len(set(self.order)) < len(self.order):
+        known = self.space.most_options
+        if set(self.order) - set(known) or len(set(self.order)) < len(self.order):
             raise ConfigurationError(
                 f"order names each size of {self.space.name} at most once, of "
-                f"{', '.join(names)}; got {', '.join(self.order)}"
+                f"{', '.join(known)}; got {', '.join(self.order)}"
             )
-        phases = num_phases(names, self.order)
+        phases = _num_phases(self.space, self.order)
         if len(self.rounds) != phases or min(self.rounds) < 0:
             raise ConfigurationError(
                 f"rounds must have {phases} numbers from 0: of the largest alone and of each option "
@@ -328,38 +297,22 @@ class ProgressiveShrinking:
     def sample(self, round_: int, generator: torch.Generator) -> Architecture:
         """Return a sub-network with every size drawn uniformly from the options of a round."""
         choices = []
-        for (_, size), number in zip(self.space.named_sizes, self.kept(round_), strict=True):
+        for decision, number in zip(self.space.decisions, self.kept(round_), strict=True):
             drawn = int(torch.randint(number, (), generator=generator))
-            choices.append(len(size.options) - number + drawn)
+            choices.append(len(decision.options) - number + drawn)
         return self.space.architecture(choices)
 
     def kept(self, round_: int) -> list[int]:
         """Number of options of each decision in a round, counted from the largest."""
-        left = self.phase(round_)
-        most = most_options(self.space)
+        left, most = self.phase(round_), self.space.most_options
         joined = dict.fromkeys(most, 0)
         for name in self.order:
             joined[name] = min(left, most[name] - 1)
             left -= joined[name]
-        sizes = [size for _, size in self.space.named_sizes]
-        return [min(1 + joined[size.name], len(size.options)) for size in sizes]
+        pairs = zip(self.space.kinds, self.space.decisions, strict=True)
+        return [min(1 + joined[kind], len(decision.options)) for kind, decision in pairs]
 
 
-def most_options(space: SizeSpace) -> dict[str, int]:
-    """Return the number of options of each size by name; the maximum if parts differ."""
-    most: dict[str, int] = {}
-    for _, size in space.named_sizes:
-        most[size.name] = max(len(size.options), most.get(size.name, 0))
-    return most
-
-
-def num_phases(most: Mapping[str, int], order: Sequence[str]) -> int:
-    """Return the number of phases: one for the largest network alone, one per option that joins."""
-    return 1 + sum(most.get(name, 1) - 1 for name in order)
-
-
-def published_order(space: SizeSpace) -> tuple[str, ...]:
-    """Return the sizes of a space in the order of Once-for-All: kernel, depth, then widths."""
-    names = list(dict.fromkeys(size.name for _, size in space.named_sizes))
-    first: Sequence[str] = [name for name in ("kernel", "depth") if name in names]
-    return (*first, *(name for name in names if name not in first))
+def _num_phases(space: SizeSpace, order: Sequence[str]) -> int:
+    """Number of phases: one for the largest network alone, one per option that joins."""
+    return 1 + sum(space.most_options.get(name, 1) - 1 for name in order)

@@ -14,24 +14,25 @@ Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait
-from fl_lightning.federation import Federation, MaskOfClient, Stage, Turn
+from fl_lightning.federation import MaskOfClient, Stage, Turn
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import sort_channels
 from fl_lightning.nas.sub_networks.capability import limits, reach
-from fl_lightning.nas.sub_networks.methods import ProgressiveShrinking, Shrinking
-from fl_lightning.nas.sub_networks.recalibration import check_personal, has_statistics
+from fl_lightning.nas.sub_networks.evaluation import check_personal, has_statistics
+from fl_lightning.nas.sub_networks.methods import Shrinking
+from fl_lightning.reports.progress import federation_of
 
 
 class ClientAtWork(NamedTuple):
@@ -50,8 +51,7 @@ class CurrentClient(Stage):
     """Stage that records which client trains now.
 
     Args:
-        limits: largest sub-network of every client; None if every client trains the largest of the space.
-        largest: largest sub-network of the space.
+        limit_of: function for the largest sub-network that a client trains.
 
     Attributes:
         client: client that trains now; None between clients.
@@ -61,19 +61,15 @@ class CurrentClient(Stage):
     # the stage reads only the number of a client
     traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES)
 
-    def __init__(self, limits: list[Architecture] | None, largest: Architecture) -> None:
-        self._limits, self._largest = limits, largest
+    def __init__(self, limit_of: Callable[[int], Architecture]) -> None:
+        self._limit_of = limit_of
         self.client: ClientAtWork | None = None
 
-    def around(self, turn: Turn) -> AbstractContextManager[None]:
-        """Record the client while it trains."""
-        return self._visit(turn.work.client_id)
-
     @contextmanager
-    def _visit(self, client: int) -> Iterator[None]:
-        before = self.client
-        limit = self._largest if self._limits is None else self._limits[client]
-        self.client = ClientAtWork(client, limit)
+    def around(self, turn: Turn) -> Iterator[None]:
+        """Record the client while it trains."""
+        before, number = self.client, turn.work.client_id
+        self.client = ClientAtWork(number, self._limit_of(number))
         try:
             yield
         finally:
@@ -90,8 +86,7 @@ class SubNetworkRounds(Callback):
     def __init__(self) -> None:
         super().__init__()
         self.unprotected: str | None = None
-        self._space: SizeSpace | None = None
-        self._network: nn.Module | None = None
+        self._module: Any = None
         self._current: CurrentClient | None = None
         self._limits: list[Architecture] | None = None
         self._masks: dict[Architecture, Mapping[str, Tensor]] = {}
@@ -109,40 +104,41 @@ class SubNetworkRounds(Callback):
                 meets, or personal models whose statistics would not be recalibrated.
         """
         module: Any = pl_module
-        self._space, self._network = module.space, module.network
-        self._current = self._limits = None
+        self._module, self._current, self._limits = module, None, None
         self._masks = {}
         if has_statistics(module.network):
             self.unprotected = "the sums of each client's activations, for batch norm statistics"
         if stage != "fit":
             return
         check_sorting(trainer, module.method)
-        federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
-        if module.capability is not None:
-            if not federations:
+        federation = federation_of(trainer)
+        if federation is None:
+            if module.capability is not None:
                 raise ConfigurationError(
                     "model.capability needs clients, and this run has none: add a federation block, or "
                     "leave it out"
                 )
+            return
+        if module.capability is not None:
             num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
             cost = replace(module.costs, measure=module.capability.measure)
             self._limits = limits(module.capability, module.space, cost, num_clients)
-        if federations:
-            check_personal(federations[0].personal, module.network)
-            self._current = CurrentClient(self._limits, module.space.largest)
-            federations[0].add(self._current)
+        check_personal(federation.personal, module.network)
+        self._current = CurrentClient(self._limit_of)
+        federation.add(self._current)
+
+    def _limit_of(self, client: int) -> Architecture:
+        largest: Architecture = self._module.space.largest
+        return largest if self._limits is None else self._limits[client]
 
     def client_masks(self) -> MaskOfClient | None:
         """Return a function for the mask of each client, or None without a capability."""
         return None if self._limits is None else self._mask
 
     def _mask(self, client: int) -> Mapping[str, Tensor]:
-        assert self._limits is not None
-        assert self._space is not None
-        assert self._network is not None
-        limit = self._limits[client]
+        limit, module = self._limit_of(client), self._module
         if limit not in self._masks:
-            held = reach(self._space, self._network, limit)
+            held = reach(module.space, module.network, limit)
             self._masks[limit] = {f"network.{name}": mask for name, mask in held.items()}
         return self._masks[limit]
 
@@ -179,7 +175,7 @@ _MEMORIES = ("correction", "personal", "updates", "asynchronous", "client_state"
 
 def check_sorting(trainer: Trainer, method: Any) -> None:
     """Raise ConfigurationError if channels are sorted in a run that keeps a state by coordinates."""
-    federation = _federation(trainer)
+    federation = federation_of(trainer)
     if not (isinstance(method, Shrinking) and method.sort) or federation is None:
         return
     found = [name for name in _MEMORIES if getattr(federation, name, None)]
@@ -195,25 +191,20 @@ def check_sorting(trainer: Trainer, method: Any) -> None:
         )
 
 
-def sort_before_round(trainer: Trainer, module: Any) -> bool:
-    """Sort the channels if a narrower width joins in this round; returns True if they were sorted."""
-    method, round_ = module.method, trainer.current_epoch
+def sort_before_round(trainer: Trainer, module: Any) -> None:
+    """Sort the channels if a narrower width joins in this round, and reset the optimizer's state."""
+    method, round_, space = module.method, trainer.current_epoch, module.space
     if not (isinstance(method, Shrinking) and method.sort) or round_ == 0:
-        return False
-    schedule = method.schedule(module.space, max(0, trainer.max_epochs or 0))
-    if not _width_joins(schedule, round_):
-        return False
-    shape = {"num_classes": module.costs.num_classes, "in_channels": module.costs.in_channels}
+        return
+    schedule = method.schedule(space, max(0, trainer.max_epochs or 0))
+    before, now = schedule.kept(round_ - 1), schedule.kept(round_)
+    rows = zip(space.kinds, before, now, strict=True)
+    if not any(kind not in _NO_WIDTH and more > less for kind, less, more in rows):
+        return
     with torch.device("meta"):
-        trained = [module.space.build(one, **shape) for one in _trained(schedule, round_ - 1)]
+        trained = [space.build(one, **module.shape) for one in _narrower(space, before)]
     sort_channels(module.network, trained)
-    _begin_anew(trainer)
-    return True
-
-
-def _begin_anew(trainer: Trainer) -> None:
-    """Reset the state of the server optimizer, or of the optimizers of a central run."""
-    federation = _federation(trainer)
+    federation = federation_of(trainer)
     if federation is None:
         for optimizer in trainer.optimizers:
             optimizer.state.clear()
@@ -225,27 +216,13 @@ def _begin_anew(trainer: Trainer) -> None:
     server.state.update(fresh.state)  # some optimizers have a state from the start
 
 
-def _width_joins(schedule: ProgressiveShrinking, round_: int) -> bool:
-    now, before = schedule.kept(round_), schedule.kept(round_ - 1)
-    rows = zip(schedule.space.named_sizes, now, before, strict=True)
-    return any(size.name not in _NO_WIDTH and more > less for (_, size), more, less in rows)
-
-
-def _trained(schedule: ProgressiveShrinking, round_: int) -> list[Architecture]:
-    """Return the deepest network of each narrower width that trains in a round."""
-    space: SizeSpace = schedule.space
-    kept = schedule.kept(round_)
-    narrower = range(1, max(kept))
+def _narrower(space: SizeSpace, kept: Sequence[int]) -> list[Architecture]:
+    """Return the deepest network of each width below the largest, among the kept options."""
     found = []
-    for steps in narrower:
+    for steps in range(1, max(kept)):
         choices = [
-            len(size.options) - 1 - (0 if size.name in _NO_WIDTH else min(steps, number - 1))
-            for (_, size), number in zip(space.named_sizes, kept, strict=True)
+            last - (0 if kind in _NO_WIDTH else min(steps, number - 1))
+            for kind, last, number in zip(space.kinds, space.largest.choices, kept, strict=True)
         ]
         found.append(space.architecture(choices))
     return [one for one in found if one != space.largest]
-
-
-def _federation(trainer: Trainer) -> Federation | None:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return next((c for c in callbacks if isinstance(c, Federation)), None)

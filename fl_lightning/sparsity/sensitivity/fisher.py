@@ -18,24 +18,19 @@ depends on the batch size, and ranks entries unlike any Fisher information.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.sparsity.sensitivity.per_example import Given, SquaredGradients, check_scores
-from fl_lightning.sparsity.sensitivity.protocol import Labels, Scores, batch_labels
-from fl_lightning.sparsity.sensitivity.scoring import (
-    Scoring,
-    checked_parameters,
-    limited,
-    scoring_mode,
-    zero_sums,
-)
+from fl_lightning.sparsity.sensitivity.per_example import Estimator, Given, SquaredGradients
+from fl_lightning.sparsity.sensitivity.protocol import Labels, batch_labels
+from fl_lightning.sparsity.sensitivity.scoring import Scoring, Tensors
 
 
 @final
@@ -137,7 +132,7 @@ class EmpiricalFisher(SquaredGradients):
 
 @final
 @dataclass(frozen=True)
-class SquaredMeanGradient:
+class SquaredMeanGradient(Estimator):
     """The squared gradient of each batch's mean, batches weighted by their sizes.
 
     Args:
@@ -155,27 +150,19 @@ class SquaredMeanGradient:
     labels: Labels = batch_labels
     scoring: Scoring = field(default_factory=Scoring)
 
-    def __call__(
-        self,
-        module: nn.Module,
-        batches: Iterable[Any],
-        *,
-        parameters: Mapping[str, Tensor] | None = None,
-        seed: int = 0,
-    ) -> Scores:
-        """Return the scores; see `Sensitivity`. There are no random draws."""
-        values = checked_parameters(module, parameters)
-        sums, num_examples = zero_sums(values), 0
-        with scoring_mode(module), torch.enable_grad():
-            score = self.scoring.of_values(module)
-            leaves = {name: value.requires_grad_() for name, value in values.items()}
-            device = next(iter(values.values())).device
-            for batch, size in limited(batches, self.scoring.max_examples, device):
+    @override
+    def _added_to(
+        self, sums: dict[str, Tensor], module: nn.Module, values: Tensors, seed: int
+    ) -> Callable[[Any, int], None]:
+        score = self.scoring.of_values(module)
+        leaves = {name: value.requires_grad_() for name, value in values.items()}
+
+        def add(batch: Any, size: int) -> None:
+            with torch.enable_grad():
                 quantity, _ = score(leaves, batch)
                 mean = quantity.gather(1, self.labels(batch).reshape(-1, 1)).mean()
                 gradients = torch.autograd.grad(mean, list(leaves.values()), materialize_grads=True)
-                for total, gradient in zip(sums.values(), gradients, strict=True):
-                    total += size * gradient.to(total.dtype).square()
-                num_examples += size
-        check_scores(sums, num_examples)
-        return Scores(sums, num_examples)
+            for total, gradient in zip(sums.values(), gradients, strict=True):
+                total += size * gradient.to(total.dtype).square()
+
+        return add

@@ -44,10 +44,50 @@ _Linearise = Callable[
 ]
 
 
-class SquaredGradients(ABC):
+class Estimator(ABC):
+    """Base of estimators whose scores are sums over batches; it implements the protocol `Sensitivity`."""
+
+    scoring: Scoring = Scoring()
+
+    def __call__(
+        self,
+        module: nn.Module,
+        batches: Iterable[Any],
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> Scores:
+        """Return the scores; see `Sensitivity`."""
+        values = checked_parameters(module, parameters)
+        sums, num_examples = zero_sums(values), 0
+        device = next(iter(values.values())).device
+        with scoring_mode(module):
+            add = self._added_to(sums, module, values, seed)
+            for batch, size in limited(batches, self.scoring.max_examples, device):
+                add(batch, size)
+                num_examples += size
+        if not num_examples:
+            raise ConfigurationError(
+                "no examples to score: batches are empty, or an iterator that was already used up"
+            )
+        if broken := [name for name, total in sums.items() if not bool(total.isfinite().all())]:
+            raise ConfigurationError(
+                f"scores are not finite in {some(broken)}: the model's output is not, or gradients "
+                "overflow in half precision (score in float32 or bfloat16)"
+            )
+        return Scores(sums, num_examples)
+
+    @abstractmethod
+    def _added_to(
+        self, sums: dict[str, Tensor], module: nn.Module, values: Tensors, seed: int
+    ) -> Callable[[Any, int], None]:
+        """Return a function that adds the scores of a batch, given with its size, to the sums."""
+
+
+class SquaredGradients(Estimator):
     """Base of estimators by squared gradients of single examples; subclasses choose the labels.
 
-    Subclasses are frozen dataclasses. This class implements the protocol `Sensitivity`.
+    Subclasses are frozen dataclasses.
 
     Attributes:
         scoring: quantity to score, number of examples, memory; an option of subclasses that declare it
@@ -63,8 +103,6 @@ class SquaredGradients(ABC):
         tensor([[0.2500],
                 [0.2500]])
     """
-
-    scoring: Scoring = Scoring()
 
     def given(self, seed: int) -> Given:
         """Return a function from a batch and its size to the inputs of `choose`, one per example.
@@ -84,64 +122,39 @@ class SquaredGradients(ABC):
             given: the example's input from `given`.
         """
 
-    def __call__(
-        self,
-        module: nn.Module,
-        batches: Iterable[Any],
-        *,
-        parameters: Mapping[str, Tensor] | None = None,
-        seed: int = 0,
-    ) -> Scores:
-        """Return the scores; see `Sensitivity`."""
-        given = self.given(seed)
-        values = checked_parameters(module, parameters)
+    def _added_to(
+        self, sums: dict[str, Tensor], module: nn.Module, values: Tensors, seed: int
+    ) -> Callable[[Any, int], None]:
+        given, squares = self.given(seed), _Squares(self.scoring, module, values, self.choose, sums)
         device = next(iter(values.values())).device
-        num_examples = 0
-        with scoring_mode(module):
-            squares = _Squares(self.scoring, module, values, self.choose)
-            for batch, size in limited(batches, self.scoring.max_examples, device):
-                squares.add((batch, given(batch, size).to(device)))
-                num_examples += size
-        check_scores(squares.sums, num_examples)
-        return Scores(squares.sums, num_examples)
-
-
-def check_scores(sums: Mapping[str, Tensor], num_examples: int) -> None:
-    """Raise ConfigurationError if there were no examples, or a sum is not finite."""
-    if not num_examples:
-        raise ConfigurationError(
-            "no examples to score: batches are empty, or an iterator that was already used up"
-        )
-    if broken := [name for name, total in sums.items() if not bool(total.isfinite().all())]:
-        raise ConfigurationError(
-            f"scores are not finite in {some(broken)}: the model's output is not, or gradients "
-            "overflow in half precision (score in float32 or bfloat16)"
-        )
+        return lambda batch, size: squares.add((batch, given(batch, size).to(device)))
 
 
 class _Squares:
     """Sums of squared gradients over batches."""
 
     def __init__(
-        self, scoring: Scoring, module: nn.Module, values: Tensors, choose: Choose
+        self,
+        scoring: Scoring,
+        module: nn.Module,
+        values: Tensors,
+        choose: Choose,
+        sums: dict[str, Tensor],
     ) -> None:
-        self.sums = zero_sums(values)
+        self._sums = sums
         self._score = scoring.of_values(module)
         self._values, self._choose = values, choose
         bytes_per_example = sum(
-            p.numel() * (p.element_size() + self.sums[name].element_size())
+            p.numel() * (p.element_size() + self._sums[name].element_size())
             for name, p in values.items()
         )
         self._chunk = scoring.memory_on(next(iter(values.values())).device) // bytes_per_example
-        self._vectorize = scoring.vectorize and self._chunk > 1
+        self._vectorizes = self._chunk > 1
 
     def add(self, examples: tuple[Any, Tensor]) -> None:
         """Add the squared gradients of a batch, which comes with the inputs of `choose`."""
-        if not self._vectorize:
-            self._one_by_one(examples)
-            return
-        for chunk in chunks(examples, self._chunk):
-            if self._vectorize:
+        for chunk in chunks(examples, max(1, self._chunk)):
+            if self._vectorizes:
                 self._try_at_once(chunk)
             else:
                 self._one_by_one(chunk)
@@ -153,7 +166,7 @@ class _Squares:
         except ConfigurationError:
             raise
         except Exception as error:  # noqa: BLE001 - anything that vmap cannot run
-            self._vectorize = False
+            self._vectorizes = False
             self._one_by_one(examples)  # an error of the module itself is raised here again
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(
@@ -161,12 +174,12 @@ class _Squares:
                 stacklevel=2,
             )
             return
-        for total, square in zip(self.sums.values(), squares, strict=True):
+        for total, square in zip(self._sums.values(), squares, strict=True):
             total += square.sum(dim=0)
 
     def _one_by_one(self, examples: tuple[Any, Tensor]) -> None:
         leaves = {name: value.detach().requires_grad_() for name, value in self._values.items()}
-        sums = list(self.sums.values())
+        sums = list(self._sums.values())
         for example in chunks(examples, 1):
             single = map_batch(lambda tensor: tensor[0], example)
             with torch.enable_grad():
@@ -199,7 +212,7 @@ class _Squares:
             gradients = pullback((classes == label) * weight.to(quantity.dtype))
             yield [
                 gradient.to(total.dtype)
-                for gradient, total in zip(gradients, self.sums.values(), strict=True)
+                for gradient, total in zip(gradients, self._sums.values(), strict=True)
             ]
 
 

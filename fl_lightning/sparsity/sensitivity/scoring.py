@@ -37,8 +37,7 @@ class Scoring:
         max_examples: number of examples to score, the first of the batches; None for all.
         memory_limit: bytes of per-example gradients at a time, without activations. None is 64 MiB on
             a CPU, where gradients beyond its caches are slower than one example after the other,
-            and 2 GiB on an accelerator.
-        vectorize: compute the gradients of many examples together if the module supports it.
+            and 2 GiB on an accelerator. With 1, examples are scored one by one.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -48,7 +47,6 @@ class Scoring:
     logits: Logits = module_logits
     max_examples: int | None = None
     memory_limit: int | None = None
-    vectorize: bool = True
 
     def __post_init__(self) -> None:
         check_range("max_examples", self.max_examples, "at least 1", "; leave it out for all")

@@ -1,15 +1,18 @@
-"""Merged masks, and the similarity of masks and task vectors.
+"""Several masks: statistics, merged masks, and the similarity of masks and task vectors.
 
-union:         entries that any mask lets move             m_1 ∨ … ∨ m_n
-intersection:  entries that all masks let move             m_1 ∧ … ∧ m_n
-majority:      entries that more than half let move        Σ m_i > n / 2
-overlap:       Jaccard's index of two masks                |m_a ∧ m_b| / |m_a ∨ m_b|
-cosine:        of two task vectors                         <τ_a, τ_b> / (|τ_a| |τ_b|)
+All follow from c_j, the number of the n masks of N entries in which entry j may move:
+
+    density = Σ_j c_j / (n N),   union = [c_j > 0],   intersection = [c_j = n],   majority = [c_j > n / 2]
+    overlap = Σ_{a<b} |m_a ∧ m_b| / Σ_{a<b} |m_a ∨ m_b|       over all pairs
+    cosine of two task vectors = <τ_a, τ_b> / (|τ_a| |τ_b|)
+
+where Σ_{a<b} |m_a ∧ m_b| = Σ_j c_j (c_j - 1) / 2. For two masks the overlap is Jaccard's index; for more,
+numerators and denominators are summed separately, so that no pair is computed by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -19,6 +22,78 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.sparsity.masks.mask import Mask, some
 from fl_lightning.sparsity.tasks.task_vectors import TaskVector, check_same_parameters
+
+
+class MaskCounts:
+    """Statistics over masks of the same tensors, which are added one by one; 4 bytes per entry.
+
+    Attributes:
+        num_masks: number of masks so far.
+        num_entries: number of entries of each mask.
+
+    Example:
+        >>> counts = MaskCounts()
+        >>> for bits in ([True, True, False, False], [False, True, True, False]):
+        ...     counts.add(Mask({"weight": torch.tensor(bits)}))
+        >>> counts.density, counts.union_density, counts.overlap
+        (0.5, 0.75, 0.3333333333333333)
+    """
+
+    def __init__(self, masks: Iterable[Mask] = ()) -> None:
+        self.num_masks = self.num_entries = 0
+        self._counts: dict[str, Tensor] = {}
+        for mask in masks:
+            self.add(mask)
+
+    def add(self, mask: Mask) -> None:
+        """Count the entries of a further mask.
+
+        Raises:
+            ConfigurationError: if its tensors differ from those of the masks before.
+        """
+        if not self.num_masks:
+            self._counts = {name: torch.zeros_like(mask[name], dtype=torch.int32) for name in mask}
+            self.num_entries = mask.num_entries
+        ours, theirs = ({n: t.shape for n, t in each.items()} for each in (self._counts, mask))
+        if differing := sorted(n for n in ours | theirs if ours.get(n) != theirs.get(n)):
+            raise ConfigurationError(
+                f"masks are merged over the same tensors: mask {self.num_masks} differs from mask 0 in "
+                f"{some(differing)}. Calibrate all on the same model with the same parameters."
+            )
+        for name, counts in self._counts.items():
+            counts += mask[name].to(counts.device)
+        self.num_masks += 1
+
+    def where(self, lets_move: Callable[[Tensor], Tensor]) -> Mask:
+        """Mask of the entries for whose counts a function is true.
+
+        Raises:
+            ConfigurationError: if there is no mask.
+        """
+        if not self.num_masks:
+            raise ConfigurationError("no masks: give at least one to merge")
+        return Mask({name: lets_move(counts) for name, counts in self._counts.items()})
+
+    @property
+    def density(self) -> float:
+        """Mean density of the masks, in [0, 1]."""
+        return self._sum(1) / max(1, self.num_masks * self.num_entries)
+
+    @property
+    def union_density(self) -> float:
+        """Fraction of entries that at least one mask lets move, in [0, 1]."""
+        active = sum(int(counts.count_nonzero()) for counts in self._counts.values())
+        return active / max(1, self.num_entries)
+
+    @property
+    def overlap(self) -> float:
+        """Jaccard's index over all pairs of masks, in [0, 1]; 1 if there is no pair."""
+        shared = (self._sum(2) - self._sum(1)) / 2
+        either = (self.num_masks - 1) * self._sum(1) - shared
+        return shared / either if either > 0 else 1.0
+
+    def _sum(self, power: int) -> int:
+        return sum(int(counts.long().pow(power).sum()) for counts in self._counts.values())
 
 
 def union(masks: Iterable[Mask]) -> Mask:
@@ -34,51 +109,24 @@ def union(masks: Iterable[Mask]) -> Mask:
         >>> jaccard_overlap(one, other)
         0.5
     """
-    return Mask({name: counts > 0 for name, counts in _votes(masks)[0].items()})
+    return MaskCounts(masks).where(lambda counts: counts > 0)
 
 
 def intersection(masks: Iterable[Mask]) -> Mask:
     """Mask of the entries that every mask lets move."""
-    votes, num_masks = _votes(masks)
-    return Mask({name: counts == num_masks for name, counts in votes.items()})
+    of_all = MaskCounts(masks)
+    return of_all.where(lambda counts: counts == of_all.num_masks)
 
 
 def majority(masks: Iterable[Mask]) -> Mask:
     """Mask of the entries that more than half of the masks let move."""
-    votes, num_masks = _votes(masks)
-    return Mask({name: 2 * counts > num_masks for name, counts in votes.items()})
+    of_all = MaskCounts(masks)
+    return of_all.where(lambda counts: 2 * counts > of_all.num_masks)
 
 
 def jaccard_overlap(one: Mask, other: Mask) -> float:
     """Jaccard's index of the entries that two masks let move, in [0, 1]; 1 for two empty masks."""
-    in_both = intersection([one, other]).num_active
-    in_any = one.num_active + other.num_active - in_both
-    return in_both / in_any if in_any else 1.0
-
-
-def _votes(masks: Iterable[Mask]) -> tuple[dict[str, Tensor], int]:
-    votes: dict[str, Tensor] = {}
-    num_masks = 0
-    for mask in masks:
-        if not num_masks:
-            votes = {name: torch.zeros_like(mask[name], dtype=torch.int32) for name in mask}
-        _check_same_tensors(votes, mask, num_masks)
-        for name, counts in votes.items():
-            counts += mask[name].to(counts.device)
-        num_masks += 1
-    if not num_masks:
-        raise ConfigurationError("no masks: give at least one to merge")
-    return votes, num_masks
-
-
-def _check_same_tensors(votes: dict[str, Tensor], mask: Mask, index: int) -> None:
-    shapes = ({name: t.shape for name, t in tensors.items()} for tensors in (votes, mask))
-    ours, theirs = shapes
-    if differing := sorted(n for n in ours | theirs if ours.get(n) != theirs.get(n)):
-        raise ConfigurationError(
-            f"masks are merged over the same tensors: mask {index} differs from mask 0 in "
-            f"{some(differing)}. Calibrate all on the same model with the same parameters."
-        )
+    return MaskCounts([one, other]).overlap
 
 
 @dataclass(frozen=True)

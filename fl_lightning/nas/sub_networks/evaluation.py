@@ -1,4 +1,4 @@
-"""Batch norm statistics of sub-networks, recalibrated on training examples.
+"""Evaluation of sub-networks in shared weights: batch norm statistics, and accuracy.
 
     mean = Σx / n,   variance = (Σx² - (Σx)² / n) / (n - 1),   per channel over examples and pixels
 
@@ -7,30 +7,42 @@ examples; a central run is one client. Only training examples are used, without 
 random order.
 While sums are collected, every layer normalises by its batch, as in training, so that inputs of a layer do
 not depend on old statistics. Statistics belong to one sub-network: collect and apply them for each.
-Sources: Cai et al. 2020 (Once-for-All), Yu et al. 2020 (BigNAS), section 3.2, "batch norm calibration".
-Differs: the papers average the statistics of batches; sums weigh all examples alike.
+
+Accuracy is that of the shared weights, without further training:
+
+    accuracy(a) = Σ_owners correct answers of a / Σ_owners examples,   batch norm statistics recalibrated
+
+`training_accuracies` counts on training examples during a run: every client counts on its own examples, and
+only counts and the sums of statistics are sent. `SubNetworkScore` is the accuracy on validation examples of
+a trained supernet, as the objective of a search.
+Sources: Cai et al. 2020 (Once-for-All), section 3.3; Yu et al. 2020 (BigNAS), section 3.2, "batch norm
+calibration". Differs: the papers average the statistics of batches; sums weigh all examples alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.training_set import TrainingSet
-from fl_lightning.federation import Federation, Ranks, shares, visiting
+from fl_lightning.federation import Ranks, shares, visiting
+from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.reports.progress import federation_of
 
 # name of a batch norm -> n, Σx and Σx² per channel, float64 of shape (3, channels)
 Sums = dict[str, Tensor]
@@ -51,10 +63,16 @@ class Recalibrated(NamedTuple):
     num_bytes: int
 
 
+def batch_norms(network: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the batch norms of a network with their names."""
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm):
+            yield name, layer
+
+
 def has_statistics(network: nn.Module) -> bool:
     """True if the network has batch norms with running statistics."""
-    norms = (m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    return any(norm.running_mean is not None for norm in norms)
+    return any(norm.running_mean is not None for _, norm in batch_norms(network))
 
 
 def check_personal(personal: Personalisation | None, network: nn.Module) -> None:
@@ -93,11 +111,9 @@ def recalibrated(
     if examples is None:
         return None
     ranks = Ranks(trainer)
-    sizes = np.array([len(indices) for indices in examples.indices])
-    mine = shares(sizes, ranks.size)[ranks.rank].tolist()
     found: list[list[Sums]] = [[] for _ in architectures]
     with visiting(trainer, "validation", mode="eval") as visit:
-        for owner in mine:
+        for owner in examples.owners(ranks):
             for sums, architecture in zip(found, architectures, strict=True):
 
                 def run(batch: Any, architecture: Any = architecture) -> None:
@@ -109,10 +125,9 @@ def recalibrated(
                     sums.append({name: tensor.cpu() for name, tensor in own.items()})
     num_bytes = sum(_BYTES * t.numel() for sums in found for own in sums for t in own.values())
     told = ranks.gather((num_bytes, [reduce(add_sums, sums) if sums else {} for sums in found]))
-    together = []
-    for number in range(len(architectures)):
-        pieces = [sums[number] for _, sums in told if sums[number]]
-        together.append(reduce(add_sums, pieces) if pieces else {})
+    of_each = zip(*(sums for _, sums in told), strict=True)  # by sub-network, of the processes
+    kept = [[own for own in pieces if own] for pieces in of_each]
+    together = [reduce(add_sums, pieces) if pieces else {} for pieces in kept]
     return Recalibrated(together, sum(num_bytes for num_bytes, _ in told))
 
 
@@ -125,7 +140,7 @@ def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterabl
         batches: batches of examples.
     """
     sums: Sums = {}
-    layers = {name: layer for name, layer in network.named_modules() if _is_norm(layer)}
+    layers = dict(batch_norms(network))
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, name=name: _add(sums, name, inputs[0]))
         for name, layer in layers.items()
@@ -205,15 +220,6 @@ def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
     return mean, ((squares - totals * mean) / (counts - 1)).clamp(min=0)
 
 
-def has_norms(network: nn.Module) -> bool:
-    """True if the network has batch norms, with or without running statistics."""
-    return any(_is_norm(layer) for layer in network.modules())
-
-
-def _is_norm(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
-
-
 def _add(sums: Sums, name: str, x: Tensor) -> None:
     numbers = x.detach().transpose(0, 1).flatten(1).double()
     counts = torch.full((len(numbers),), float(numbers.shape[1]), dtype=torch.float64)
@@ -222,24 +228,19 @@ def _add(sums: Sums, name: str, x: Tensor) -> None:
 
 
 @contextmanager
-def _batch_statistics(network: nn.Module, norms: Iterable[nn.Module]) -> Iterator[None]:
+def _batch_statistics(network: nn.Module, norms: Collection[nn.Module]) -> Iterator[None]:
     """Context in evaluation mode in which batch norms use their batch; restores modes and buffers."""
-    modes = {layer: layer.training for layer in network.modules()}
-    kept = {
-        layer: {name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)}
-        for layer in norms
-    }
-    network.eval()
-    for layer in kept:
-        layer.train()
-    try:
-        yield
-    finally:
-        for layer, training in modes.items():
-            layer.training = training
-        for layer, buffers in kept.items():
-            for name, buffer in buffers.items():
-                layer.get_buffer(name).copy_(buffer)
+    buffers = [buffer for layer in norms for buffer in layer.buffers(recurse=False)]
+    kept = [buffer.clone() for buffer in buffers]
+    with modes_kept(network):
+        network.eval()
+        for layer in norms:
+            layer.train()
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
 
 
 _LEAST_BATCH = 128  # statistics of smaller batches are coarse
@@ -281,6 +282,12 @@ class TrainingExamples:
         part = 1.0 if max_examples is None else min(1.0, max_examples / max(1, total))
         return cls(*found, part, seed)
 
+    def owners(self, ranks: Ranks) -> list[int]:
+        """Return the owners whose examples this process reads."""
+        sizes = np.array([len(indices) for indices in self.indices])
+        mine: list[int] = shares(sizes, ranks.size)[ranks.rank].tolist()
+        return mine
+
     def batches(self, owner: int) -> Iterator[Any]:
         """Yield the batches of an owner; each has at least two examples, since one has no variance."""
         indices = self.indices[owner]
@@ -298,14 +305,10 @@ class TrainingExamples:
 def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, FederatedDataModule):
-        federated = any(isinstance(c, Federation) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        clients = data.clients
-        indices = [clients[i] for i in range(len(clients))]
-        return (
-            indices if federated else [torch.cat(indices)],
-            data.evaluation_batch,
-            data.batch_size,
-        )
+        indices = [data.clients[i] for i in range(len(data.clients))]
+        if federation_of(trainer) is None:
+            indices = [torch.cat(indices)]
+        return indices, data.evaluation_batch, data.batch_size
     loader = trainer.train_dataloader
     if loader is None and data is not None:
         loader = data.train_dataloader()
@@ -314,3 +317,91 @@ def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
     training = TrainingSet(loader)
     everything = [torch.arange(len(training))]
     return everything, training.reader(), training.option("batch_size") or 32
+
+
+def training_accuracies(
+    trainer: Trainer,
+    network: nn.Module,
+    architectures: Sequence[Any],
+    *,
+    max_examples: int | None,
+    seed: int,
+) -> list[float] | None:
+    """Measure the accuracy of sub-networks on training examples; all processes call this.
+
+    The network does not change.
+
+    Args:
+        trainer: trainer with the training data.
+        network: network that contains the sub-networks.
+        architectures: sub-networks, as second arguments of the network.
+        max_examples: number of examples over all clients, in proportion to their data; None for all.
+        seed: seed of the choice and order of the examples.
+
+    Returns:
+        Accuracies in [0, 1], or None without training data, or if no owner has two examples.
+    """
+    examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
+    if examples is None:
+        return None
+    sums: list[Sums] = [{} for _ in architectures]
+    if any(batch_norms(network)):
+        found = recalibrated(trainer, network, architectures, max_examples=max_examples, seed=seed)
+        assert found is not None, "there are training examples"
+        sums = found.sums
+    ranks, parts = Ranks(trainer), list(zip(architectures, sums, strict=True))
+    right, total = torch.zeros(len(parts), dtype=torch.int64), 0
+    with visiting(trainer, "validation", mode="eval") as visit, torch.no_grad():
+        batches = (batch for owner in examples.owners(ranks) for batch in examples.batches(owner))
+        for images, labels in map(visit.prepared, batches):
+            total += len(labels)
+            for number, (architecture, own) in enumerate(parts):
+                with trainer.precision_plugin.forward_context(), normalised_by(network, own):
+                    answers = network(images, architecture).argmax(1)
+                right[number] += int((answers == labels).sum())
+    told = ranks.gather((right, total))
+    total = sum(number for _, number in told)
+    counted = torch.stack([own for own, _ in told]).sum(0).double()
+    return (counted / total).tolist() if total else None  # type: ignore[no-any-return]
+
+
+# returns batches of images and labels
+Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SubNetworkScore:
+    """Validation accuracy of a sub-network as the objective of a search; deterministic.
+
+    Attributes:
+        network: trained network whose ``forward(images, architecture)`` runs a sub-network.
+        training: function for batches of at least two examples for the batch norm statistics; called once
+            per score, not without batch norm.
+        validation: function for the batches of validation examples; called once per score.
+        context: makes the context of every forward pass, e.g. mixed precision.
+    """
+
+    network: nn.Module
+    training: Batches
+    validation: Batches
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self, architecture: Architecture) -> float:
+        """Return the accuracy of an architecture, in [0, 1]."""
+        right = total = 0
+        with modes_kept(self.network), torch.no_grad():
+            self.network.eval()
+            run = partial(self._logits, architecture)
+            has_norms = any(batch_norms(self.network))
+            sums = collect_sums(self.network, run, self.training()) if has_norms else {}
+            with normalised_by(self.network, sums):
+                for batch in self.validation():
+                    right += int((run(batch).argmax(1) == batch[1]).sum())
+                    total += len(batch[1])
+        return right / total
+
+    def _logits(self, architecture: Architecture, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with self.context():
+            logits: Tensor = self.network(batch[0], architecture)
+        return logits

@@ -1,0 +1,256 @@
+"""Built-in spaces of sizes: networks of stages, stages of blocks.
+
+A space lists the pieces of its network: constructors with sizes, which are choices in a supernet and numbers in
+the network of one architecture. The network and its cost are made from this list.
+
+In strings, stages are joined by ``|``, the sizes of a stage precede ``:``, blocks are joined by ``-``, and a
+size is a letter and a number: ``w0.5:k7e6-k3e4|w1:k5e3``. The number of blocks is the depth.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
+from fl_lightning.nas.spaces.choices import Building, Number, Size, ValueChoice, inside, most
+from fl_lightning.nas.spaces.elastic import Repeat
+from fl_lightning.nas.spaces.sizes import SizedNetwork, SizeSpace
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, SearchSpace
+
+
+@dataclass(frozen=True)
+class RepeatedBlocks:
+    """Blocks of a network that run one after the other.
+
+    Attributes:
+        depth: number of blocks that run, a number or a choice.
+        blocks: constructor and arguments of each block, as many as the largest depth.
+    """
+
+    depth: Any
+    blocks: tuple[Piece, ...]
+
+
+def repeated(depth: Size, block: Callable[[int], Piece]) -> RepeatedBlocks:
+    """Return a stage; `block` returns the block of an index, and makes its choices."""
+    blocks = []
+    for number in range(most(depth)):
+        with inside(depth, number):
+            blocks.append(block(number))
+    return RepeatedBlocks(depth, tuple(blocks))
+
+
+# modules of a network by name, in the order in which they run
+Pieces = Mapping[str, Any]  # Piece, RepeatedBlocks or list of stages
+
+
+@dataclass(frozen=True)
+class StageLabels:
+    """Labels of the choices of a stage: of the whole stage, of its depth, and of every block."""
+
+    own: list[str]
+    depth: str
+    blocks: list[list[str]]
+
+
+class StagedSpace(SizeSpace):
+    """Base of the built-in spaces; subclasses define `letters` and `pieces`.
+
+    Labels of choices are the stage, then the block if there is one, then the kind of size:
+    ``"stage 1 depth"``, ``"stage 1 block 2 kernel"``. The depth of a stage comes after its own sizes.
+
+    Attributes:
+        letters: letter before the number in strings, by kind of size; none for the depth.
+    """
+
+    letters: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def pieces(self, num_classes: int, in_channels: int) -> Pieces:
+        """Return the pieces of the network, with the choices of the active `Building`."""
+
+    @override
+    @cached_property
+    def found(self) -> Building:
+        with Building() as found:
+            self.pieces(num_classes=10, in_channels=3)
+        return found
+
+    @override
+    def network(self, *, num_classes: int, in_channels: int) -> StagedNetwork:
+        return StagedNetwork(self, num_classes, in_channels)
+
+    def pieces_of(
+        self, architecture: Architecture, *, num_classes: int = 10, in_channels: int = 3
+    ) -> Pieces:
+        """Return the pieces of an architecture, with numbers as sizes."""
+        with self.chosen(architecture):
+            return self.pieces(num_classes, in_channels)
+
+    @override
+    def cost(
+        self,
+        architecture: Architecture,
+        *,
+        side: int = 32,
+        in_channels: int = 3,
+        num_classes: int = 10,
+    ) -> Cost:
+        shape = {"num_classes": num_classes, "in_channels": in_channels}
+        pieces = self.pieces_of(architecture, **shape).values()
+        blocks = (block for piece in pieces for block in blocks_of(piece))
+        return chain_cost(blocks, (in_channels, side, side))
+
+    @cached_property
+    def stages(self) -> tuple[StageLabels, ...]:
+        """Labels of the choices of every stage."""
+        stages: list[StageLabels] = []
+        own: list[str] = []
+        for label, needs in self.found.needs.items():
+            if needs:
+                ((_, number),), blocks = needs, stages[-1].blocks
+                blocks.extend([] for _ in range(len(blocks), number + 1))
+                blocks[number].append(label)
+            elif label.endswith(" depth"):
+                stages.append(StageLabels(own, label, []))
+                own = []
+            else:
+                own.append(label)
+        return tuple(stages)
+
+    def texts(self, choices: Sequence[int]) -> dict[str, str]:
+        """Return the letter and number of every size, by label."""
+        options = zip(self.decisions, self.kinds, choices, strict=True)
+        return {
+            decision.name: self.letters.get(kind, "") + decision.options[choice]
+            for decision, kind, choice in options
+        }
+
+    def text(self, choices: Sequence[int]) -> str:
+        """Return the string of an architecture, e.g. ``k7e6-k3e4|k5e3-k5e3-k3e6``."""
+        texts, stages = self.texts(choices), []
+        for stage in self.stages:
+            blocks = stage.blocks[: int(texts[stage.depth])]
+            own = "".join(texts[label] for label in stage.own)
+            inside = "-".join("".join(texts[label] for label in block) for block in blocks)
+            stages.append(f"{own}:{inside}" if own else inside)
+        return "|".join(stages)
+
+    def parse(self, text: str) -> Architecture:
+        """Parse the string of an architecture."""
+        reader = ArchitectureReader(text.strip(), self.name)
+        chosen: dict[str, int] = {}
+        for number, stage in enumerate(self.stages):
+            if number:
+                reader.expect("|")
+            chosen |= self._read(reader, stage.own)
+            if stage.own:
+                reader.expect(":")
+            depth = 0
+            while depth == 0 or (depth < len(stage.blocks) and reader.follows("-")):
+                chosen |= self._read(reader, stage.blocks[depth])
+                depth += 1
+            depths = self.found.choices[stage.depth].options
+            if depth not in depths:
+                name, allowed = stage.depth.removesuffix(" depth"), ", ".join(map(str, depths))
+                reader.refuse(f"{name} has {depth} blocks so far; allowed: {allowed}")
+            chosen[stage.depth] = depths.index(depth)
+        reader.end()
+        return self.architecture([chosen.get(label, 0) for label in self.found.choices])
+
+    def _read(self, reader: ArchitectureReader, labels: Sequence[str]) -> dict[str, int]:
+        """Read a letter and a number for each label; return the indices of the options."""
+        read = {}
+        for label in labels:
+            where, _, kind = label.rpartition(" ")
+            reader.expect(self.letters[kind])
+            read[label] = reader.option(self.found.choices[label].names, f"{kind} of {where}")
+        return read
+
+
+def blocks_of(piece: Any) -> tuple[Piece, ...]:
+    """Return the constructors of a piece that run one after the other."""
+    if isinstance(piece, list):
+        return tuple(block for stage in piece for block in stage.blocks)
+    return piece.blocks if isinstance(piece, RepeatedBlocks) else (piece,)
+
+
+class StagedNetwork(SizedNetwork):
+    """Network of a `StagedSpace`: its pieces run one after the other."""
+
+    def __init__(self, space: StagedSpace, num_classes: int, in_channels: int) -> None:
+        super().__init__(space, num_classes, in_channels)
+        for name, piece in space.pieces(num_classes, in_channels).items():
+            self.add_module(name, made(piece))
+
+    @override
+    def logits(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        *_, last = self.children()
+        return last[-1] if isinstance(last, nn.Sequential) else last
+
+
+def made(piece: Any) -> nn.Module:
+    """Return the module of a piece."""
+    if isinstance(piece, list):
+        return nn.Sequential(*map(made, piece))
+    if isinstance(piece, RepeatedBlocks):
+        return Repeat((make(*arguments) for make, *arguments in piece.blocks), piece.depth)
+    make, *arguments = piece
+    return make(*arguments)  # type: ignore[no-any-return]
+
+
+def finish_settings(space: SearchSpace, **options: Sequence[Number]) -> None:
+    """Check the numbers in the settings of a space, and convert lists to tuples.
+
+    Args:
+        space: frozen dataclass whose fields are numbers and lists of numbers, e.g. from YAML.
+        options: options to choose from, by kind of size.
+
+    Raises:
+        ConfigurationError: for a number that is not above 0, or options that do not rise.
+
+    Example:
+        >>> from fl_lightning.nas.spaces.resnet import ResNet
+        >>> ResNet(widths=[0.5, 1]).widths
+        (0.5, 1)
+        >>> ResNet(stem=0)
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.ConfigurationError: resnet: numbers in stem must be above 0, got 0
+    """
+    for field in fields(space):  # type: ignore[arg-type]
+        value = _frozen(getattr(space, field.name))
+        if any(not 0 < number < math.inf for number in _numbers(value)):
+            raise ConfigurationError(
+                f"{space.name}: numbers in {field.name} must be above 0, got {value}"
+            )
+        object.__setattr__(space, field.name, value)
+    for kind, numbers in options.items():
+        ValueChoice(numbers, kind)  # raises for options that do not rise
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _numbers(value: Any) -> Iterator[Number]:
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, tuple):
+            yield from _numbers(one)
+        elif not isinstance(one, bool):
+            yield one
