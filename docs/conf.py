@@ -24,6 +24,7 @@ import fl_lightning
 
 project = "fl_lightning"
 author = "the authors of fl_lightning"
+copyright = f"2026, {author}"  # the footer of every page
 release = fl_lightning.__version__
 extensions = [
     *("myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"),

@@ -56,6 +56,7 @@ SHORTER = {
     "09": {"max_epochs: 5": "max_epochs: 2"},
     "10": {"NUM_ROUNDS = 10": "NUM_ROUNDS = 2"},
     "11": {"NUM_ROUNDS = 20": "NUM_ROUNDS = 1", "max_epochs=60": "max_epochs=1"},
+    "12": {"rounds=40": "rounds=1", "rounds=30": "rounds=2"},
 }
 
 

@@ -111,11 +111,15 @@ class ClientMemory:
         """Return the vectors that were put since the last `commit`."""
         return {key: entry.read() for key, entry in self._new.items()}
 
-    def discard(self) -> None:
-        """Discard the vectors that were put since the last `commit`."""
-        for vector in self._new.values():
-            self._forget(vector)
-        self._new.clear()
+    @property
+    def waiting_clients(self) -> frozenset[int]:
+        """Clients with vectors that were put since the last `commit`."""
+        return frozenset(client for _, client in self._new)
+
+    def discard(self, client: int | None = None) -> None:
+        """Discard the vectors that were put since the last `commit`, of one client or of all."""
+        for key in [key for key in self._new if client in (None, key[1])]:
+            self._forget(self._new.pop(key))
         self._delete_unused()
 
     def commit(self, client: int | None = None) -> None:

@@ -96,7 +96,7 @@ def test_lost_updates_come_at_the_stated_rate_and_resume_alike(tmp_path):
     for moment in ("0-trained", "1-end", "2-trained"):
         module, again, _ = run(devices, ckpt_path=tmp_path / f"{moment}.ckpt", **settings)
         assert torch.equal(weights(module), weights(expected)), moment
-        assert again == rows[-len(again) :]
+        assert again == rows[len(rows) - len(again) :]
     fleet = Fleet(devices, 100, seed=0)
     lost = [fleet.result(c, 1, draw=r).is_lost for c in range(100) for r in range(20)]
     seconds = fleet._seconds

@@ -16,7 +16,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.policy import Refused
-from fl_lightning.flower.site.desk import Desk, OutOfTime
+from fl_lightning.flower.site.desk import Desk, Done, OutOfTime
 from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.privacy.accounting.gaussian import composed_epsilon
@@ -230,7 +230,7 @@ def test_an_order_that_takes_too_long_ends_as_refused():
     desk.fail(late.value)
     assert isinstance(desk.wait().error, Refused)
     desk.start_clock()
-    desk.hello({})
+    desk.answer(Done())
     time.sleep(0.4)  # nobody is late any more
 
 

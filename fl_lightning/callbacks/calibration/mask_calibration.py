@@ -399,5 +399,8 @@ class MaskCalibration(Callback):
 
 
 def _bytes(purpose: str, each: float, times: int) -> dict[str, float]:
-    """Payload bytes of one client in a round, and of all clients in all rounds."""
+    """Payload bytes of one client in a round, and of all clients in all rounds.
+
+    Their names are calibration/bytes_up, calibration/total_bytes_up, head/bytes_up and head/total_bytes_up.
+    """
     return {f"{purpose}/bytes_up": each, f"{purpose}/total_bytes_up": each * times}

@@ -126,7 +126,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 sum_key=policy.sum_key_fingerprint,
                 most_bytes=policy.most_bytes,
             )
-            fit.desk.hello(document_of(facts))
+            fit.desk.answer(Done(options=document_of(facts)))
             order = fit.desk.first_order()
             if order is not None:
                 check_most("num_clients", order.options["num_clients"], MOST_CLIENTS)

@@ -19,12 +19,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.swa_utils import AveragedModel
 
 from fl_lightning.client.personal.personalisation import name_matches
-from fl_lightning.client.state.attributes import Attributes
+from fl_lightning.client.state.outside import Outside
 from fl_lightning.client.state.tensors import candidates
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.visiting import Visit, visiting
@@ -78,14 +77,14 @@ class StateRehearsal:
         """
         for client in work:
             if client.sizes:
-                outside = Attributes(self._module, ignore=NOT_THE_USERS, outside=True)
+                outside = Outside(self._module)
                 try:
                     with self._nothing_left() as visit:
                         names, changed = candidates(self._module), set[str]()
                         for _ in self._steps(client):  # the second may undo what the first did
                             self._local.homes.bring_home()
                             changed |= visit.changed()
-                        self._tell(outside.changes_outside())
+                        self._tell(outside.changes())
                 except Exception as error:  # noqa: BLE001 - whatever the user's step raises
                     self.failures[client.client_id] = error
                     continue

@@ -85,7 +85,7 @@ class Trial:
         rounds = min((n for n in limits if n is not None and n >= 0), default=math.inf)
         if math.isinf(rounds):
             return rounds
-        return rounds * self.trainer.num_training_batches * sum(len(w.sizes) for w in self.work)
+        return rounds * sum(len(client.sizes) for client in self.work)
 
     def seconds_per_step(self, train: Callable[[], object], sample: Sequence[ClientWork]) -> float:
         """Return the shortest measured time per local step."""

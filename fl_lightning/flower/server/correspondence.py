@@ -21,7 +21,7 @@ from fl_lightning.flower.messages import (
     digest,
 )
 from fl_lightning.flower.packing import of_stage
-from fl_lightning.flower.transport.channel import Channel
+from fl_lightning.flower.transport.channel import LARGEST, Channel
 
 _PAUSE = 1.0  # seconds
 # failures of a site that was restarted, and has not been greeted since
@@ -128,11 +128,10 @@ class Correspondence:
     Args:
         channel: transport to the sites.
         deadline: seconds that a site may take for an order.
-        largest: largest size of an answer, in bytes.
     """
 
-    def __init__(self, channel: Channel, *, deadline: float = 3600.0, largest: int = 2**33) -> None:
-        self._channel, self._deadline, self._largest = channel, deadline, largest
+    def __init__(self, channel: Channel, *, deadline: float = 3600.0) -> None:
+        self._channel, self._deadline = channel, deadline
         self._lines: dict[str, deque[_Asked]] = {}  # orders by site; the first one was sent
         self._posted: deque[Reply] = deque()  # replies to posted orders
 
@@ -289,7 +288,7 @@ class Correspondence:
         if came is None:
             return None
         try:
-            answer = Answer.from_bytes(came, limit=self._largest)
+            answer = Answer.from_bytes(came, limit=LARGEST)
         except MessageError as error:
             return f"its answer is not one: {error}"
         if answer.site != site:

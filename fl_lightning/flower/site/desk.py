@@ -104,12 +104,8 @@ class Desk:
         self._waiting = self._orders.get()
         return self._waiting
 
-    def hello(self, facts: Mapping[str, Any]) -> None:
-        """Report the facts about the site."""
-        self.answer(Done(options=facts))
-
     def answer(self, done: Done) -> None:
-        """Return the result of the last order."""
+        """Return the result of the last order; before the first one, facts about the site."""
         self._timer.cancel()
         self._done.put(done)
 

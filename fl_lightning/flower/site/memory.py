@@ -58,7 +58,7 @@ class SiteMemory:
         Raises:
             ConfigurationError: if the state of a client is of a later round than the server knows.
         """
-        waiting = {client for _, client in self._memory.waiting_keys}
+        waiting = self._memory.waiting_clients
         for client in order.clients:
             counted = order.counted.get(client, -1)
             if self._counted.get(client, -1) > counted:
@@ -70,11 +70,8 @@ class SiteMemory:
             if client in waiting and self._learnt.get(client) == counted:
                 self._memory.commit(client)
                 self._counted[client] = counted
-        if order.kind == "evaluate":  # whose clients may be training meanwhile
-            return
-        asked = set(order.clients)
-        others = (key for key in self._memory.waiting_keys if key[1] not in asked)
-        self._memory.discard(keep=frozenset(others))
+            if order.kind != "evaluate":  # whose clients may be training meanwhile
+                self._memory.discard(client)
 
     def end(self, order: Order, clients: Sequence[int]) -> None:
         """Store the clients' new state of a round on disk, before the answer leaves."""

@@ -75,7 +75,7 @@ class Site:
         """Run one fit after the other, in this thread, until `close`.
 
         Args:
-            fit: sets up a Trainer and trains; it calls `Desk.hello` when the data are ready.
+            fit: sets up a Trainer and trains; it calls `Desk.answer` with facts when the data are ready.
         """
         while (asked := self._fits.get()) is not None:
             try:
