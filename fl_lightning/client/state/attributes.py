@@ -15,9 +15,11 @@ attributes are never restored; `Outside` names those that a step changes.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import types
 import warnings
+from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import chain
 from operator import is_
@@ -30,7 +32,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.client.state.tensors import same_value
 from fl_lightning.core.errors import ConfigurationError
 
 # Attributes that torch gives every module, such as hooks; a step does not compute them.
@@ -188,18 +189,13 @@ class Attributes:
 
     def is_same(self) -> bool:
         """Return whether nothing has changed; an attribute that was set to an equal value has."""
-        return self._holds_same() and self._is_same_inside()
-
-    def _holds_same(self) -> bool:
+        pairs = zip(self._entries, self._copies, strict=True)
         return (
             [*map(len, self._views)] == self._sizes
             and all(map(is_, chain.from_iterable(self._views), self._held))
             and all(owner.is_same() for owner in self._filtered)
+            and all(same_value(owner.held[name], value) for (owner, name), value in pairs)
         )
-
-    def _is_same_inside(self) -> bool:
-        pairs = zip(self._entries, self._copies, strict=True)
-        return all(same_value(owner.held[name], value) for (owner, name), value in pairs)
 
     def changes(self) -> list[str]:
         """Return the paths of attributes that have changed."""
@@ -214,15 +210,14 @@ class Attributes:
 
     def put_back(self) -> Growth:
         """Restore all attributes, and return the items that were appended to lists."""
-        holds_same = self._holds_same()
-        if holds_same and self._is_same_inside():
+        if self.is_same():
             return []
         grown = [
             (owner.held, name, added)
             for owner, name, value, before in self._lists.values()
             if owner.held.get(name) is value and (added := _added(value, before))
         ]
-        for owner in () if holds_same else self._owners:
+        for owner in self._owners:
             if not owner.is_same():
                 owner.put_back()
         for (owner, name), value in zip(self._entries, self._copy(self._copies), strict=True):
@@ -290,3 +285,57 @@ def append(growth: Growth) -> None:
         elif isinstance(value, dict):
             for key, items in added.items():
                 dict.setdefault(value, key, []).extend(items)
+
+
+def same_value(now: Any, before: Any) -> bool:
+    """Return whether two values are equal in type and content; NaN equals NaN.
+
+    Example:
+        >>> same_value([1, float("nan"), torch.ones(2)], [1, float("nan"), torch.ones(2)])
+        True
+        >>> same_value(1, True), same_value(torch.ones(2), torch.ones(2, dtype=torch.float64))
+        (False, False)
+    """
+    if now is before:
+        return True
+    if isinstance(now, Tensor) and isinstance(
+        before, Tensor
+    ):  # the copy of a Parameter is a Tensor
+        kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
+        return kinds[0] == kinds[1] and same_numbers(now, before)
+    if type(now) is not type(before):
+        return False
+    try:
+        if isinstance(now, dict):
+            return [*now] == [*before] and same_value([*now.values()], [*before.values()])
+        if isinstance(now, (list, tuple, deque)):
+            return len(now) == len(before) and all(map(same_value, now, before))
+        if isinstance(now, np.ndarray):
+            alike = now.dtype == before.dtype and now.shape == before.shape
+            return alike and np.array_equal(now, before, equal_nan=now.dtype.kind in "fc")
+        return _equal(now, before)
+    except Exception:  # noqa: BLE001 - a user's class may raise anything if it cannot compare
+        return False
+
+
+def _equal(now: Any, before: Any) -> bool:
+    compares_identities = type(now).__eq__ is object.__eq__
+    if compares_identities or isinstance(now, types.MethodType):
+        return same_value(now.__reduce_ex__(4)[1:3], before.__reduce_ex__(4)[1:3])
+    is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
+    return is_nan or (now == before) is True
+
+
+def same_numbers(now: Tensor, before: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype hold equal numbers; NaN equals NaN."""
+    if now.device.type == "meta":
+        return True
+    try:
+        with torch.no_grad():
+            if now.layout != torch.strided:
+                now, before = now.to_dense(), before.to_dense()
+            if torch.equal(now, before) or not (now.is_floating_point() or now.is_complex()):
+                return torch.equal(now, before)
+            return bool(((now == before) | (now.isnan() & before.isnan())).all())
+    except RuntimeError:  # a tensor that has outlived the transform that made it, e.g. vmap
+        return False

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fl_lightning.client.state.attributes import may_change
-from fl_lightning.client.state.tensors import same_value
+from fl_lightning.client.state.attributes import may_change, same_value
 
 # Packages whose code is not searched.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"fl_lightning", "torch", "lightning"}

@@ -7,18 +7,15 @@ class weights or an attention mask: they are not sent, and a check finds whether
 
 from __future__ import annotations
 
-import math
-import types
-from collections import deque
 from collections.abc import Collection, Sequence
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fl_lightning.client.state.attributes import same_value
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
@@ -238,57 +235,3 @@ def _misfit(path: str, shape: torch.Size, present: object) -> str:
         f"{path} was replaced by {found} while it trained, it had shape {tuple(shape)}: parameters and "
         "buffers keep their shapes in a federation. Keep what grows in a list on the module."
     )
-
-
-def same_value(now: Any, before: Any) -> bool:
-    """Return whether two values are equal in type and content; NaN equals NaN.
-
-    Example:
-        >>> same_value([1, float("nan"), torch.ones(2)], [1, float("nan"), torch.ones(2)])
-        True
-        >>> same_value(1, True), same_value(torch.ones(2), torch.ones(2, dtype=torch.float64))
-        (False, False)
-    """
-    if now is before:
-        return True
-    if isinstance(now, Tensor) and isinstance(
-        before, Tensor
-    ):  # the copy of a Parameter is a Tensor
-        kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
-        return kinds[0] == kinds[1] and same_numbers(now, before)
-    if type(now) is not type(before):
-        return False
-    try:
-        if isinstance(now, dict):
-            return [*now] == [*before] and same_value([*now.values()], [*before.values()])
-        if isinstance(now, (list, tuple, deque)):
-            return len(now) == len(before) and all(map(same_value, now, before))
-        if isinstance(now, np.ndarray):
-            alike = now.dtype == before.dtype and now.shape == before.shape
-            return alike and np.array_equal(now, before, equal_nan=now.dtype.kind in "fc")
-        return _equal(now, before)
-    except Exception:  # noqa: BLE001 - a user's class may raise anything if it cannot compare
-        return False
-
-
-def _equal(now: Any, before: Any) -> bool:
-    compares_identities = type(now).__eq__ is object.__eq__
-    if compares_identities or isinstance(now, types.MethodType):
-        return same_value(now.__reduce_ex__(4)[1:3], before.__reduce_ex__(4)[1:3])
-    is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
-    return is_nan or (now == before) is True
-
-
-def same_numbers(now: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype hold equal numbers; NaN equals NaN."""
-    if now.device.type == "meta":
-        return True
-    try:
-        with torch.no_grad():
-            if now.layout != torch.strided:
-                now, before = now.to_dense(), before.to_dense()
-            if torch.equal(now, before) or not (now.is_floating_point() or now.is_complex()):
-                return torch.equal(now, before)
-            return bool(((now == before) | (now.isnan() & before.isnan())).all())
-    except RuntimeError:  # a tensor that has outlived the transform that made it, e.g. vmap
-        return False
