@@ -10,10 +10,12 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import replace
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.state.outside import Outside
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import MetricStates, metrics_of
@@ -50,6 +52,7 @@ class OneByOne:
         self._collector, self._stages = collector, stages
         self._counts = counts or LocalCounts()
         self._metrics = metrics_of(module)
+        self._has_watched = False
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Train clients with the same start, and yield their updates.
@@ -60,7 +63,13 @@ class OneByOne:
             try:
                 for client in list(work):
                     self._counts.work = client
-                    yield self._train(client, start)
+                    outside = None if self._has_watched else Outside(self._module)
+                    sent = self._train(client, start)
+                    if outside is not None:
+                        self._has_watched = True
+                        _tell_of_outside(outside.changes())
+                    yield sent
+                    del sent
             finally:
                 self._counts.work = None
                 if self._counts.reads_rounds:
@@ -115,3 +124,11 @@ class OneByOne:
 def without_buffers(updates: Updates) -> Updates:
     """Return updates without buffers, as clients of a private run send them."""
     return replace(updates, buffers=updates.buffers[:, :0])
+
+
+def _tell_of_outside(changes: list[str]) -> None:
+    if changes:
+        rank_zero_info(
+            f"state: training_step changes {changes[0]}, which is yours and not put back between "
+            "clients: make it an attribute of the module if every client is to start from it"
+        )
