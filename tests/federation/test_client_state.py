@@ -364,8 +364,6 @@ def test_globals_are_never_put_back(engine, caplog):
 
 
 class CountsInAClosure(Base):
-    """The list that the closure holds is not the one that `self.calls` is after a client."""
-
     def __init__(self):
         super().__init__()
         calls = []
@@ -374,7 +372,7 @@ class CountsInAClosure(Base):
             calls.append(None)
             return 0.1 * len(calls)
 
-        self.scale, self.calls = scale, calls
+        self.scale = scale
 
     def training_step(self, batch, batch_idx):
         return self.scale() * self.loss(batch)

@@ -7,15 +7,17 @@ class weights or an attention mask: they are not sent, and a check finds whether
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections import deque
+from collections.abc import Collection
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fl_lightning.client.state.attributes import same_value
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
@@ -193,29 +195,6 @@ class ModuleTensors:
             for tensor, (_, present) in found.items():
                 tensor.copy_(present)
 
-    def values(self) -> list[Tensor]:
-        """Copy the tensors' values to the CPU: an accelerator may have no room for a second model."""
-        with torch.inference_mode(False):  # the copies are also compared outside of inference mode
-            return [tensor.detach().to("cpu", copy=True) for tensor in self._own]
-
-    def changed(self, values: Sequence[Tensor]) -> set[str]:
-        """Return the names of the tensors that differ from these values."""
-        places = zip(self._places, values, strict=True)
-        return {
-            path
-            for (path, members, name, _), value in places
-            if not same_value(_on_cpu(members.get(name)), value)
-        }
-
-    def write(self, values: Sequence[Tensor]) -> None:
-        """Call `put_back`, and restore these values."""
-        self.put_back()
-        changed = self.changed(values)
-        with torch.no_grad():
-            for (path, _, _, tensor), value in zip(self._places, values, strict=True):
-                if path in changed:
-                    tensor.copy_(value)
-
     def put_back(self) -> None:
         """Restore the recorded tensors, their memory and ``requires_grad``; current values may be lost."""
         self._put_flags_back()
@@ -225,13 +204,56 @@ class ModuleTensors:
             tensor.data = memory
 
 
-def _on_cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().cpu()
-
-
 def _misfit(path: str, shape: torch.Size, present: object) -> str:
     found = f"shape {tuple(present.shape)}" if isinstance(present, Tensor) else "nothing"
     return (
         f"{path} was replaced by {found} while it trained, it had shape {tuple(shape)}: parameters and "
         "buffers keep their shapes in a federation. Keep what grows in a list on the module."
     )
+
+
+def same_value(now: Any, before: Any) -> bool:
+    """Return whether two values are equal in type and content; NaN equals NaN.
+
+    Example:
+        >>> same_value([1, float("nan"), torch.ones(2)], [1, float("nan"), torch.ones(2)])
+        True
+        >>> same_value(1, True), same_value(torch.ones(2), torch.ones(2, dtype=torch.float64))
+        (False, False)
+    """
+    if now is before:
+        return True
+    if isinstance(now, Tensor) and isinstance(
+        before, Tensor
+    ):  # the copy of a Parameter is a Tensor
+        kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
+        return kinds[0] == kinds[1] and same_numbers(now, before)
+    if type(now) is not type(before):
+        return False
+    try:
+        if isinstance(now, dict):
+            return [*now] == [*before] and same_value([*now.values()], [*before.values()])
+        if isinstance(now, (list, tuple, deque)):
+            return len(now) == len(before) and all(map(same_value, now, before))
+        if isinstance(now, np.ndarray):
+            alike = now.dtype == before.dtype and now.shape == before.shape
+            return alike and np.array_equal(now, before, equal_nan=now.dtype.kind in "fc")
+        is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
+        return is_nan or (now == before) is True
+    except Exception:  # noqa: BLE001 - a user's class may raise anything if it cannot compare
+        return False
+
+
+def same_numbers(now: Tensor, before: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype hold equal numbers; NaN equals NaN."""
+    if now.device.type == "meta":
+        return True
+    try:
+        with torch.no_grad():
+            if now.layout != torch.strided:
+                now, before = now.to_dense(), before.to_dense()
+            if torch.equal(now, before) or not (now.is_floating_point() or now.is_complex()):
+                return torch.equal(now, before)
+            return bool(((now == before) | (now.isnan() & before.isnan())).all())
+    except RuntimeError:  # a tensor that has outlived the transform that made it, e.g. vmap
+        return False
