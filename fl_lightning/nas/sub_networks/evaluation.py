@@ -362,7 +362,7 @@ def training_accuracies(
     told = ranks.gather((right, total))
     total = sum(number for _, number in told)
     counted = torch.stack([own for own, _ in told]).sum(0).double()
-    return (counted / total).tolist() if total else None  # type: ignore[no-any-return]
+    return (counted / total).tolist() if total else None
 
 
 # returns batches of images and labels
