@@ -26,7 +26,7 @@ from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
 
 
 class FitClients:
-    """Trains groups of clients of one fit.
+    """Trains the clients of the rounds of one fit.
 
     Args:
         run: the run.
