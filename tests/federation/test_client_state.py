@@ -346,10 +346,6 @@ SEEN = []  # a global of this file
 
 
 class NotesGlobally(Base):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("weight", torch.ones(()))  # which is why first steps are rehearsed
-
     def training_step(self, batch, batch_idx):
         SEEN.append(batch_idx)
         return self.loss(batch)
@@ -371,7 +367,7 @@ class ReadsGlobally(Base):
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
 def test_globals_are_never_put_back(engine, caplog):
-    """Whoever fills them: an aggregator between clients, or steps, which the run names."""
+    """Anybody may fill them: an aggregator between clients, or steps, which the run names."""
     SEEN.clear()
     module = made(ReadsGlobally)
     fit(module, max_epochs=2, engine=engine, aggregator=Weighs())
@@ -385,6 +381,27 @@ def test_globals_are_never_put_back(engine, caplog):
     assert "state: training_step changes global SEEN" in caplog.text
     said = " ".join(str(warning.message) for warning in caught)
     assert ("engine: sequential" in said) == (engine == "slots"), said
+
+
+class CountsInAClosure(Base):
+    def __init__(self):
+        super().__init__()
+        calls = []
+
+        def scale():
+            calls.append(None)
+            return 0.1 * len(calls)
+
+        self.scale = scale
+
+    def training_step(self, batch, batch_idx):
+        return self.scale() * self.loss(batch)
+
+
+def test_a_closure_that_a_step_changes_is_named(caplog):
+    with caplog.at_level("INFO"):
+        fit(made(CountsInAClosure), max_epochs=1, engine="sequential")
+    assert caplog.text.count("state: training_step changes calls around") == 1
 
 
 class FailsWhenItRebinds(Base):

@@ -192,7 +192,7 @@ def check_simple(
     """Check the parts of rounds without a Trainer."""
     if aggregator.protection is not None:
         raise ConfigurationError(
-            f"{type(aggregator).__name__} hides what clients send, which needs a Trainer: use Federation"
+            f"{type(aggregator).__name__} hides the updates, which needs a Trainer: use Federation"
         )
     parts = {type(part).__name__: traits_of(part) for part in (cohort, aggregator, *stages)}
     most = len(data.clients)

@@ -179,7 +179,7 @@ class SlotEngine:
 
 
 class InSlots:
-    """Trains in slots those clients that slots can train."""
+    """Trains those clients in slots that slots can train."""
 
     def __init__(self, stages: Stages, spot_check: SpotCheck) -> None:
         self._stages, self._spot_check = stages, spot_check

@@ -55,7 +55,7 @@ _LEAST_CHANGE = 0.01
 _UPDATE, _FAILURE = "update", "failure"
 _REMEDY = (
     "The round does not count: the global model is the one before it. Set federation.engine: "
-    "sequential, which runs your training_step as it is. If slots are to be faster again, look for "
+    "sequential, which runs your training_step unchanged. If slots are to be faster again, look for "
     "what the step, or a hook, reads or writes besides tensors (attributes of self, current_epoch, "
     "counters, lists), or does with other examples of the batch; federation.pad_batches: false if its "
     "loss is no mean over examples. Earlier rounds were checked on few clients only "

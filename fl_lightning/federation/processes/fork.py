@@ -82,7 +82,7 @@ class ForkLauncher:
         """Run a function in every process and return the first one's result.
 
         Raises:
-            ProcessFailure: if a process was killed. An error that a process raised is raised as it is.
+            ProcessFailure: if a process was killed. An error that a process raised is raised unchanged.
         """
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits and self._has_fitted:

@@ -97,7 +97,7 @@ def stages_of_steps(
     """Return the stages of a correction, and of an aggregator that asks how many gradients updates add up."""
     stages: list[Stage] = []
     if correction is not None:
-        # rules that see all updates give the same bits over any number of processes as well
+        # rules that see all updates are bit-identical over any number of processes as well
         exact = aggregator.exact or aggregator.exchanges
         stages.append(Corrector(correction, exact=exact, is_lossy=is_lossy))
     if aggregator.needs_effective_steps:
