@@ -118,6 +118,12 @@ class FederatedDataModule(ForwardingDataModule):
                 "source must be a data module whose examples have no clients yet, got a "
                 "FederatedDataModule: give its source"
             )
+        if not isinstance(source, LightningDataModule):
+            raise ConfigurationError(
+                f"source must be a LightningDataModule of lightning.pytorch, got a {type(source).__name__}: wrap a "
+                "data set as LightningDataModule.from_datasets(data_set, batch_size=…), or write a "
+                "LightningDataModule whose train_dataloader returns its DataLoader"
+            )
         super().__init__(source)
         check_range("bins", bins, "at least 2", ": null divides by the labels")
         check_range("num_clients", num_clients, "at least 1")

@@ -71,7 +71,7 @@ def test_ranges_and_choices_are_read():
         ({"a": {"low": 1, "high": 9, "log": True, "step": 2}}, "a is no range: "),
         ({"a": []}, "at least one value"),
         ({"a": [{"class_path": "x.A"}, {"class_path": "y.A"}]}, "choices of the same name"),
-        ({"a": [1, 2], "a.b": [1, 2]}, "a.b lies inside a"),
+        ({"a": [1, 2], "a.b": [1, 2]}, "a.b is inside a"),
     ],
 )
 def test_a_space_that_says_nothing_is_refused(given, message):
