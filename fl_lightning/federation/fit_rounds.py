@@ -81,7 +81,9 @@ class FitRounds:
             RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
         began, run, clients = time.perf_counter(), self.run, self.clients
-        self._begin(cohort)
+        if run.local.state_names is None and clients.settle_state(cohort, run.ranks):
+            self.follow_state()
+        self._begin()
         failure: Failure | None = None
         try:
             with clients.metrics_kept_apart():
@@ -113,14 +115,13 @@ class FitRounds:
                 self.clients.engine.fall_back(reason)
                 metrics.put_back()
                 self.run.local.restore(self.server.model)
-                self._begin(cohort)
+                self._begin()
             else:
                 return
 
-    def _begin(self, cohort: CohortBatch) -> None:
+    def _begin(self) -> None:
+        """Open the round, also anew in one process of several: nothing is exchanged here."""
         run, number = self.run, self.run.trainer.current_epoch
-        if run.local.state_names is None and self.clients.settle_state(cohort, run.ranks):
-            self.follow_state()
         self.follow_masks()
         run.local.start_round(number)  # by now, unlike earlier, Lightning has restored all
         if self.module_has_all:  # hooks between rounds may have changed it

@@ -127,6 +127,8 @@ def test_places_in_lists_classes_and_free_mappings():
     place = place_of(configuration, "model.kwargs.width")  # new
     assert with_values(configuration, {place: 3})["model"]["init_args"]["kwargs"]["width"] == 3
     assert "width" not in configuration["model"]["init_args"]["kwargs"]
+    with pytest.raises(ConfigurationError, match="model has no 'x'"):
+        place_of(configuration, "model.x.x")  # only the last word may be new
     with pytest.raises(ConfigurationError, match="callbacks is a list of 1: name an entry"):
         place_of(configuration, "trainer.callbacks.1.x")
 

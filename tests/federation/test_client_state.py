@@ -15,6 +15,9 @@ from torch.nn import functional as F
 from toys import Given, Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+from fl_lightning.engines import CannotStack
+from fl_lightning.federation.clients.fit_clients import FitClients
+from fl_lightning.federation.clients.in_slots import SlotEngine
 from fl_lightning.server import Mean
 
 SHARDS = [range(20), range(20, 32), range(32, 44), range(44, 60)]
@@ -229,6 +232,23 @@ def test_a_step_that_fails_only_when_it_is_rehearsed_is_told():
         UserWarning, match="first steps of client 0 raised KeyError: 'no such thing'"
     ):
         fit(FailsOnce(constant=True))
+
+
+def test_a_round_that_begins_anew_is_not_rehearsed_again(monkeypatch):
+    """Only one of several processes may begin anew, and a rehearsal ends in an exchange."""
+
+    right, rehearsed = SlotEngine.train, []
+
+    def train(self, model, work, *rest):
+        if work[0].round_index == 1:
+            raise CannotStack("it is broken")
+        return right(self, model, work, *rest)
+
+    monkeypatch.setattr(FitClients, "settle_state", lambda *_: rehearsed.append(1))
+    monkeypatch.setattr(SlotEngine, "train", train)
+    with pytest.warns(UserWarning, match="engine: sequential from round 2 on, because it is"):
+        fit(Base(), engine="slots", max_epochs=2)
+    assert len(rehearsed) == 2  # once in every round, as long as no client could be rehearsed
 
 
 class ChangesLate(Base):

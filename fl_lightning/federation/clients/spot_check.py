@@ -109,7 +109,7 @@ def remark_of(fraction: float) -> str:
 
 
 class SpotCheck:
-    """Checks groups of clients in slots, one group after the other.
+    """Checks clients in slots, those that start from the same model together.
 
     Args:
         fraction: fraction of the clients in slots that are checked.
@@ -167,7 +167,7 @@ class SpotCheck:
             with self.without_trace(present):
                 for client, found in self._found.items():
                     self.look(self._work[client], found, start)
-        except BaseException:  # the group's updates do not count, nor what metrics hold of them
+        except BaseException:  # these clients' updates do not count, nor what metrics hold of them
             self._metrics.put_back()
             raise
 

@@ -36,7 +36,7 @@ from fl_lightning.server.server import as_aggregator
 
 # keys of a checkpoint's state that belong to no stage
 RUN_KEYS: set[str | None] = {
-    *("space", "mask", "seed", "server", "record", "prog_bar", "metrics", "groups", "inside"),
+    *("space", "mask", "seed", "server", "record", "prog_bar", "metrics", "inside"),
     *("engine", "client_state", "memory", "population", "model"),
 }
 
