@@ -93,7 +93,7 @@ def transforms(size: int) -> Iterator[tuple[str, Chain]]:
     ]
     for each in steps:
         chain = Chain(each).with_shapes(shapes)
-        yield chain.name or "as it is", chain
+        yield chain.name or "plain", chain
 
 
 def payload_row(name: str, payload: Payload, delta: np.ndarray, repetitions: int) -> str:

@@ -123,7 +123,7 @@ def taps(space: Space) -> dict[str, Tap]:
     shapes = space.shapes
     noisy = (Noisy(noise_multiplier=0.01), Noisy(noise_multiplier=1.0))
     known: dict[str, Tap] = {
-        "as it is": Compressed((), shapes),
+        "unprotected": Compressed((), shapes),
         "CentralDP": Compressed((), shapes),  # the noise comes later, on the server
         "top 10 % in 8 bits": Compressed((TopK(0.1), QSGD(8)), shapes),
         "rank 2 in 8 bits": Compressed((PowerSGD(2), QSGD(8, block=256)), shapes),

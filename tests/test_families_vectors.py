@@ -165,7 +165,9 @@ def test_the_noise_goes_on_from_a_checkpoint(cls):
     def release(mechanism, index):
         noise = mechanism.server_noise(grid, 8, NoiseSource(1).stream(index))
         total = torch.arange(8) * (index + 1)
-        return mechanism.released(total, torch.from_numpy(noise))
+        released = mechanism.released(total, torch.from_numpy(noise))
+        mechanism.stepped()
+        return released
 
     for index in range(3):
         release(one, index)

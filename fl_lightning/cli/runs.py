@@ -132,7 +132,7 @@ def in_columns(line: str) -> str:
 _EXPECTED_WARNINGS = (
     # the data sets here build whole batches in the main process: workers would only slow them
     ".*does not have many workers",
-    # a resumed run goes on in its own folder, `validate` and `test` log in a new one
+    # a resumed run logs in its own folder, `validate` and `test` log in a new one
     "Checkpoint directory .* exists and is not empty",
     "The dirpath has changed",
     # compare reads every variant's configuration with this command line

@@ -209,6 +209,8 @@ class LocalTrainer:
         append(self._grown)
 
     def _put_attributes_back(self) -> None:
+        if self._attributes.is_same():
+            return
         growth = self._attributes.put_back()
         self._grown += growth if self.keeps_lists else []
 

@@ -227,69 +227,61 @@ def _check_share(poison: object, share: float) -> None:
     check_range(f"{type(poison).__name__}: share", share, "in [0, 1]", advice)
 
 
-_NOBODY, _SEVERAL = -1, -2  # owners of an example
-
-
-def owners_of(
-    shards: Sequence[FlatShards], num_examples: int, *, may_be_several: bool = False
-) -> Tensor:
-    """Owner (client) of each example, shape (N,); -1 for no client, -2 for several.
+def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
+    """Owner (client) of each example, shape (N,); -1 for no client.
 
     Args:
         shards: shards of training, validation and test.
         num_examples: N.
-        may_be_several: whether an example may belong to several clients.
 
     Raises:
-        ConfigurationError: if an example belongs to two clients, and must not.
+        ConfigurationError: if an example belongs to two clients.
 
     Example:
-        >>> shards = FlatShards(np.array([2, 0, 0]), np.array([1, 1, 1]))
-        >>> owners_of([shards], 4, may_be_several=True)
-        tensor([-2, -1,  0, -1])
+        >>> owners_of([FlatShards(np.array([2, 0]), np.array([1, 1]))], 4)
+        tensor([ 1, -1,  0, -1])
     """
-    owners = np.full(num_examples, _NOBODY, dtype=np.int64)
+    owners = np.full(num_examples, -1, dtype=np.int64)
     for flat in shards:
         clients = np.repeat(np.arange(len(flat)), flat.num_examples)
         before = owners[flat.indices]
         owners[flat.indices] = clients
-        is_shared = (before != _NOBODY) & (before != clients)
+        is_shared = (before >= 0) & (before != clients)
         is_shared |= owners[flat.indices] != clients
-        owners[flat.indices[is_shared]] = _SEVERAL
-    if len(shared := np.flatnonzero(owners == _SEVERAL)) and not may_be_several:
-        raise ConfigurationError(
-            f"data.example_transforms: example {shared[0]} belongs to two clients, "
-            "which would change it differently: use a partition whose shards do not overlap"
-        )
+        if is_shared.any():
+            raise ConfigurationError(
+                f"data.example_transforms: example {flat.indices[is_shared].min()} belongs to two "
+                "clients, which would change it differently: use a partition whose shards do not overlap"
+            )
     return torch.from_numpy(owners)
 
 
 def poisoned_examples(
-    shards: Sequence[FlatShards], clients: Sequence[int], share: float, num_examples: int, seed: int
+    shards: FlatShards, clients: Sequence[int], share: float, num_examples: int, seed: int
 ) -> Tensor:
     """Attacker that changes each example, shape (num_examples,); -1 for none.
 
     Args:
-        shards: shards of examples that clients train on.
+        shards: examples that each client trains on.
         clients: the attackers.
         share: share of each attacker's examples, rounded.
         num_examples: number of examples of all clients together.
         seed: seed of the choice.
 
     Raises:
-        ConfigurationError: if an attacker shares an example with another client, which would train on
-            the changed example.
+        ConfigurationError: if an attacker shares an example with a client that does not attack, which
+            would train on the changed example.
     """
-    owners = owners_of(shards, num_examples, may_be_several=True)
-    attackers = torch.full((num_examples,), _NOBODY)
+    is_attacked = np.isin(np.arange(len(shards)), list(clients)).repeat(shards.num_examples)
+    shared = np.intersect1d(shards.indices[is_attacked], shards.indices[~is_attacked])
+    if len(shared):
+        raise ConfigurationError(
+            f"attackers: example {shared[0]} is in shards of attackers and of other clients, which would "
+            "train on the changed example: use a partition whose shards do not overlap"
+        )
+    attackers = torch.full((num_examples,), -1)
     for client in clients:
-        shard = torch.cat([flat[client] for flat in shards])
-        if (shared := shard[owners[shard] == _SEVERAL]).numel():
-            raise ConfigurationError(
-                f"attackers: example {int(shared[0])} of an attacker is in shards of other clients, which "
-                "would train on the changed example: use a partition whose shards do not overlap"
-            )
-        order = numpy_generator(seed, "poisoned", client).permutation(shard.numpy())
+        order = numpy_generator(seed, "poisoned", client).permutation(shards[client].numpy())
         attackers[order[: int(np.rint(share * len(order)))]] = client
     return attackers
 

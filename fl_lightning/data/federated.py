@@ -13,9 +13,7 @@ import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import (
-    Dataset,
-)
+from torch.utils.data import Dataset
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
@@ -119,6 +117,12 @@ class FederatedDataModule(ForwardingDataModule):
             raise ConfigurationError(
                 "source must be a data module whose examples have no clients yet, got a "
                 "FederatedDataModule: give its source"
+            )
+        if not isinstance(source, LightningDataModule):
+            raise ConfigurationError(
+                f"source must be a LightningDataModule of lightning.pytorch, got a {type(source).__name__}: wrap a "
+                "data set as LightningDataModule.from_datasets(data_set, batch_size=…), or write a "
+                "LightningDataModule whose train_dataloader returns its DataLoader"
             )
         super().__init__(source)
         check_range("bins", bins, "at least 2", ": null divides by the labels")
@@ -342,9 +346,7 @@ class FederatedDataModule(ForwardingDataModule):
     def _owners(self) -> Tensor:
         """Client of each example, shape (N,), see `owners_of`."""
         roles = self._roles
-        return owners_of(
-            (roles.train, roles.search, roles.validation, roles.test), len(self._training)
-        )
+        return owners_of((roles.learning, roles.validation, roles.test), len(self._training))
 
     def _read(self, *, augmented: bool) -> Read:
         """Return a function from indices, shape (B,), to a batch before `transforms`."""
@@ -375,9 +377,8 @@ class FederatedDataModule(ForwardingDataModule):
         """
         self._poison = None
         if poison is not None:
-            roles, total = self._roles, len(self._training)
-            trained = [shards for shards in (roles.train, roles.search) if len(shards)]
-            attackers = poisoned_examples(trained, clients, poison.share, total, seed)
+            learning, total = self._roles.learning, len(self._training)
+            attackers = poisoned_examples(learning, clients, poison.share, total, seed)
             if len(clients) and are_classes(self._classes):
                 batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
                 check_poison(batch, int(self._classes.max()) + 1, poison)
@@ -416,10 +417,9 @@ class FederatedDataModule(ForwardingDataModule):
         if fitting and state_dict["partition"] not in (_CENTRAL, self.fingerprint):
             raise ConfigurationError(
                 "the checkpoint was trained on another partition "
-                f"({state_dict['partition'][:12]}… instead of {self.fingerprint[:12]}…): resume "
-                "with the data set, num_clients, partition, client_val_fraction, "
-                "client_test_fraction and seed of the run that wrote it, or start anew without "
-                "ckpt_path"
+                f"({state_dict['partition'][:12]}… instead of {self.fingerprint[:12]}…): resume with the "
+                "data set, num_clients, partition, client_val_fraction, client_test_fraction and seed of "
+                "the run that wrote it, or start anew without ckpt_path"
             )
         self._trained_partition = None if fitting else state_dict["partition"]
         self.source.load_state_dict(state_dict["source"])

@@ -41,6 +41,7 @@ class Roles:
     Attributes:
         train: training examples; in a search over architectures, those for the weights.
         search: examples for the architecture's choices.
+        learning: train and search together, in the order before they were divided.
         validation: examples for validation.
         test: examples for the test.
 
@@ -52,6 +53,7 @@ class Roles:
 
     train: FlatShards
     search: FlatShards
+    learning: FlatShards
     validation: FlatShards
     test: FlatShards
 
@@ -70,12 +72,12 @@ class Roles:
         """
         rest, validated = shards.hold_out(validation, numpy_generator(seed, "client validation"))
         share_of_rest = test / (1 - validation)
-        rest, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
-        searched = FlatShards.of([])
+        learning, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
+        train, searched = learning, FlatShards.of([])
         if search:
             half = numpy_generator(seed, "search half")
-            rest, searched = rest.hold_out(search, half, at_most_half=True)
-        return cls(rest, searched, validated, tested)
+            train, searched = learning.hold_out(search, half, at_most_half=True)
+        return cls(train, searched, learning, validated, tested)
 
     def placed(self, places: Mapping[int, int], num_clients: int) -> Self:
         """Renumber the clients as part of a larger federation, whose other clients get empty shards.
@@ -97,7 +99,7 @@ class Roles:
             num_examples[here] = sizes
             return FlatShards(indices.numpy(), num_examples)
 
-        parts = (self.train, self.search, self.validation, self.test)
+        parts = (self.train, self.search, self.learning, self.validation, self.test)
         return type(self)(*(moved(part) if len(part) else part for part in parts))
 
 

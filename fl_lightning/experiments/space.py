@@ -127,7 +127,7 @@ def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
         except ConfigurationError as error:
             issues.append(f"space: {path} {error}")
     inner = [(a, b) for a in found for b in found if b.startswith(f"{a}.")]
-    issues += [f"space: {b} lies inside {a}: search one of them" for a, b in inner]
+    issues += [f"space: {b} is inside {a}: search one of them" for a, b in inner]
     if not space:
         issues.append(
             "space: there is nothing to search: name an option of the configuration, e.g. "

@@ -98,7 +98,7 @@ def sweep(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> 
             failure = str(error)
         except Interrupted as stop:
             print(flush=True)
-            raise Interrupted(stop.signum, "the same command goes on") from stop
+            raise Interrupted(stop.signum, "the same command resumes") from stop
         _report(search, plan, trials, out)
     if failure is not None:
         sys.exit(in_lines(f"fl-lightning: {failure}", sys.stderr))

@@ -52,7 +52,7 @@ from fl_lightning.federation.processes.interruption import interruptible as inte
 from fl_lightning.federation.processes.ranks import Ranks as Ranks
 from fl_lightning.federation.processes.ranks import shares as shares
 from fl_lightning.federation.processes.strategy import FederatedStrategy as FederatedStrategy
-from fl_lightning.federation.round_cohorts import ClientGroup as ClientGroup
+from fl_lightning.federation.round_cohorts import CohortBatch as CohortBatch
 from fl_lightning.federation.round_cohorts import limited as limited
 from fl_lightning.federation.round_record import RoundRecord as RoundRecord
 from fl_lightning.federation.run import Run as Run

@@ -22,7 +22,7 @@ from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.exchange import Failure, exchange
 from fl_lightning.federation.round import Round
-from fl_lightning.federation.round_cohorts import ClientGroup
+from fl_lightning.federation.round_cohorts import CohortBatch
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
@@ -70,7 +70,7 @@ class FitRounds:
         """Record of the open round; between rounds, of the last one."""
         return self._round.record
 
-    def train(self, group: ClientGroup) -> None:
+    def train(self, cohort: CohortBatch) -> None:
         """Train the clients of the current round and step the server.
 
         After an error the module holds the global model.
@@ -81,13 +81,18 @@ class FitRounds:
             RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
         began, run, clients = time.perf_counter(), self.run, self.clients
-        self._begin(group)
+        if run.local.state_names is None and clients.settle_state(cohort, run.ranks):
+            self.follow_state()
+        self._begin()
         failure: Failure | None = None
         try:
             with clients.metrics_kept_apart():
                 if not clients.engine.is_settled:
-                    clients.settle_engine(self.server.model, group, run.ranks)
-                self._train(group)
+                    clients.settle_engine(self.server.model, cohort, run.ranks)
+                if clients.engine.slots is None:
+                    self._round.train(cohort.ids)
+                else:
+                    self._train_in_slots(cohort)
                 run.local.check_constants()
         except (ClientFailure, ConfigurationError) as error:
             if run.ranks.size == 1:
@@ -100,25 +105,23 @@ class FitRounds:
             self._round.record = exchange(run, self._round.record, self.server, failure)
         self._close()
 
-    def _train(self, group: ClientGroup) -> None:
-        """Train the clients; if slots cannot run a step, the round begins anew with another engine."""
-        engine = self.clients.engine
-        metrics = MetricStates(metrics_of(self.run.module) if engine.slots is not None else [])
+    def _train_in_slots(self, cohort: CohortBatch) -> None:
+        """Train clients in slots; if these cannot run a step, the round begins anew with another engine."""
+        metrics = MetricStates(metrics_of(self.run.module))
         while True:
             try:
-                self._round.train(group.ids)
+                self._round.train(cohort.ids)
             except CannotStack as reason:
-                engine.fall_back(reason)
+                self.clients.engine.fall_back(reason)
                 metrics.put_back()
                 self.run.local.restore(self.server.model)
-                self._begin(group)
+                self._begin()
             else:
                 return
 
-    def _begin(self, group: ClientGroup) -> None:
+    def _begin(self) -> None:
+        """Open the round, also anew in one process of several: nothing is exchanged here."""
         run, number = self.run, self.run.trainer.current_epoch
-        if run.local.state_names is None and self.clients.settle_state(group, run.ranks):
-            self.follow_state()
         self.follow_masks()
         run.local.start_round(number)  # by now, unlike earlier, Lightning has restored all
         if self.module_has_all:  # hooks between rounds may have changed it
@@ -200,7 +203,7 @@ class FitRounds:
             yield (
                 f"round {number + 1}: a cohort of {num_left_out} is too small for "
                 f"{type(options.aggregator).__name__}, which hides updates among those of "
-                f"{cohorts.fewest} clients or more: nobody trains, the model stays as it is"
+                f"{cohorts.fewest} clients or more: nobody trains, the model does not change"
             )
         # rates that schedules change from step to step are not known here
         clients = () if self.run.by_step else self.run.trainer.optimizers[:1]

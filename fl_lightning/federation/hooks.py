@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from fl_lightning.client.log_collector import shadowed
-from fl_lightning.federation.round_cohorts import ClientGroup
+from fl_lightning.federation.round_cohorts import CohortBatch
 
 BATCH_HOOKS = (
     "on_before_batch_transfer",
@@ -53,17 +53,17 @@ def overrides(owner: Any, hook: str) -> bool:
     return False
 
 
-def keep_groups_from_hooks(owner: Any, cleanup: ExitStack) -> None:
+def keep_cohorts_from_hooks(owner: Any, cleanup: ExitStack) -> None:
     """Make an owner's batch hooks return the clients of a round unchanged, until the cleanup."""
     for hook in BATCH_HOOKS:
         if overrides(owner, hook):
-            cleanup.enter_context(shadowed(owner, hook, _unless_group(getattr(owner, hook))))
+            cleanup.enter_context(shadowed(owner, hook, _unless_cohort(getattr(owner, hook))))
 
 
-def _unless_group(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_cohort(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        group = next((a for a in [*args, *kwargs.values()] if isinstance(a, ClientGroup)), None)
-        return hook(*args, **kwargs) if group is None else group
+        cohort = next((a for a in [*args, *kwargs.values()] if isinstance(a, CohortBatch)), None)
+        return hook(*args, **kwargs) if cohort is None else cohort
 
     return guarded

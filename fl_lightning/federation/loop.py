@@ -29,7 +29,7 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from fl_lightning.federation.round_cohorts import ClientGroup
+from fl_lightning.federation.round_cohorts import CohortBatch
 
 _ADVICE = (
     f"fl_lightning works with Lightning 2.5 and 2.6; Lightning {lightning.__version__} has changed "
@@ -47,7 +47,7 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
 class Rounds(Protocol):
     """The rounds that the loop drives."""
 
-    def train(self, group: ClientGroup) -> None:
+    def train(self, cohort: CohortBatch) -> None:
         """Train the clients of a round and step the server."""
 
 

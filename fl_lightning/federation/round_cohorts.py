@@ -19,14 +19,14 @@ from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.processes.ranks import shares
 
 
-class ClientGroup:
+class CohortBatch:
     """Ids of the clients of a round; a batch to Lightning.
 
     It is neither a tuple nor a dataclass: in those, Lightning would look for tensors, id by id.
 
     Example:
-        >>> group = ClientGroup([3, 5])
-        >>> len(group), list(group)
+        >>> batch = CohortBatch([3, 5])
+        >>> len(batch), list(batch)
         (2, [3, 5])
     """
 
@@ -40,7 +40,7 @@ class ClientGroup:
         return iter(self.ids)
 
     def __repr__(self) -> str:
-        return f"ClientGroup({list(self.ids)})"
+        return f"CohortBatch({list(self.ids)})"
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class RoundCohorts:
         >>> cohorts = RoundCohorts(UniformCohort(size=3), population, seed=0)
         >>> cohorts.set_epoch(7)
         >>> len(cohorts), list(cohorts)
-        (1, [ClientGroup([2, 3, 4])])
+        (1, [CohortBatch([2, 3, 4])])
         >>> second = Share(population.num_examples, rank=1, num_ranks=2)
         >>> RoundCohorts(UniformCohort(size=3), population, seed=0, share=second).clients(round_index=7)
-        ClientGroup([3])
+        CohortBatch([3])
     """
 
     def __init__(
@@ -139,16 +139,16 @@ class RoundCohorts:
         drawn = len(self._drawn(round_index)) if self.fewest > 1 else 0
         return drawn if drawn < self.fewest else 0
 
-    def clients(self, round_index: int) -> ClientGroup:
+    def clients(self, round_index: int) -> CohortBatch:
         """Return the clients of a round that this process trains."""
         ids = self._drawn(round_index)
         if len(ids) < self.fewest:
             ids = ids[:0]
         if self._share is not None:
             ids = ids[shares(self._share.work[ids], self._share.num_ranks)[self._share.rank]]
-        return ClientGroup(ids.tolist())
+        return CohortBatch(ids.tolist())
 
-    def __iter__(self) -> Iterator[ClientGroup]:
+    def __iter__(self) -> Iterator[CohortBatch]:
         if not self._is_done:
             yield self.clients(self._round)
 

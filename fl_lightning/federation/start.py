@@ -34,7 +34,7 @@ from fl_lightning.federation.checks.fit import (
 )
 from fl_lightning.federation.checks.privacy import check_local_steps, check_trainer_private
 from fl_lightning.federation.fit_rounds import FitRounds
-from fl_lightning.federation.hooks import keep_groups_from_hooks
+from fl_lightning.federation.hooks import keep_cohorts_from_hooks
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import DrawsBatches, LocalWork
@@ -258,4 +258,4 @@ def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) ->
     cleanup.enter_context(preserve_global_generators())
     owners: tuple[Any, ...] = (run.module, run.data)
     for owner in owners:
-        keep_groups_from_hooks(owner, cleanup)
+        keep_cohorts_from_hooks(owner, cleanup)

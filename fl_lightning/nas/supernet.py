@@ -20,6 +20,7 @@ test data, and its server returns the α of the first client.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -214,6 +215,7 @@ class Supernet(SharedWeights):
         self._optimizer = optimizer or _DARTS_SGD
         self._clip_norm, self._same_draws = clip_norm, same_draws
         self._best: Architecture | None = None
+        self._measured: dict[str, Tensor] = {}  # α and β of the networks with statistics
         if table is not None and not isinstance(space, NASBench201):
             raise ConfigurationError(
                 f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
@@ -501,9 +503,21 @@ class Supernet(SharedWeights):
 
     def recalibrate(self) -> None:
         """Recompute the batch norm statistics of the `shown` networks, unless updates are protected."""
+        self._measured = {name: tensor.detach().clone() for name, tensor in self.alphas.items()}
         self._sums = {}
         if not self._is_protected:
             super().recalibrate()
+
+    def normalised(self, name: str) -> AbstractContextManager[None]:
+        """Context in which batch norms use the statistics of a `shown` network, or the batch's if α differs.
+
+        Personal α select another network than the one whose statistics are known.
+        """
+        known, now = self._measured, self.alphas
+        is_measured = known.keys() == now.keys() and all(
+            torch.equal(known[key], tensor.detach()) for key, tensor in now.items()
+        )
+        return super().normalised(name) if is_measured else nullcontext()
 
     @property
     def _is_protected(self) -> bool:

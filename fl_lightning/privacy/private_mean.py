@@ -221,7 +221,7 @@ def clipped(delta: Tensor, clip_norm: float) -> tuple[Tensor, Tensor]:
 
     Args:
         delta: finite, shape (k,).
-        clip_norm: S > 0; ∞ leaves every bit as it is.
+        clip_norm: S > 0; ∞ changes no bit.
 
     Returns:
         The clipped vector, shape (k,), and a bool scalar.

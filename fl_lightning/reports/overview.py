@@ -221,7 +221,8 @@ class DryRun(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validate at the end of a round also if validations are counted in batches of all rounds."""
-        batches, interval = num_batches(trainer), trainer.val_check_interval
+        batches = num_batches(trainer)
+        interval = getattr(trainer, "val_check_interval", 1.0)  # missing if it is a time
         is_count = isinstance(interval, int) and isinstance(batches, int)
         if trainer.check_val_every_n_epoch is None and is_count:
             self._every = interval / batches

@@ -58,7 +58,7 @@ _OF_SUMS = Traits(
     instead={Trait.ONE_MASK: "set per_client of MaskCalibration to false"},
 )
 _IN_CLEAR_OVER_SITES = Traits(
-    needs={Trait.SIMULATION: "is simulated only as it is configured"},
+    needs={Trait.SIMULATION: "is only simulated with its present options"},
     instead={
         Trait.SIMULATION: "use SecureMean with protocol: run, or EncryptedMean with CKKS and fraction: 1"
     },

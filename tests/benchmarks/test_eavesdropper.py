@@ -22,7 +22,7 @@ def read_all(alone, name):
     return list(zip(*reads, strict=True))
 
 
-@pytest.mark.parametrize("name", ["as it is", "CentralDP"])
+@pytest.mark.parametrize("name", ["unprotected", "CentralDP"])
 def test_a_plain_message_is_the_image(alone, name):
     divided, direction, labels = read_all(alone, name)
     assert min(each.correlation for each in (*divided, *direction)) > 0.99
@@ -52,7 +52,7 @@ def test_noise_that_is_accounted_for_hides_the_image(alone):
 
 def test_images_of_several_examples_are_found_by_a_search():
     together = Victims(1, BATCH)
-    seen = taps(together.space)["as it is"](together.deltas, 0)
+    seen = taps(together.space)["unprotected"](together.deltas, 0)
     assert together.search(seen, 0, steps=150).correlation > 0.9
     noise = torch.randn(seen.shape, generator=torch.Generator().manual_seed(0))
     assert together.search(noise, 0, steps=20).correlation < 0.5

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import typed
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 import fl_lightning
 from docs.command_help import as_text
 from fl_lightning import ConfigurationError, FederatedCLI, Federation, ImageClassifier
 from fl_lightning.cli import configs, init, main
 from fl_lightning.cli.checks import imported
-from fl_lightning.cli.errors import Parser
+from fl_lightning.cli.errors import Parser, built_trainer
 from fl_lightning.cli.help import COMMANDS, GROUPS
 from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
 from fl_lightning.cli.parser_messages import sentence
@@ -234,6 +234,14 @@ def test_a_short_name_for_an_option_of_somebody_elses_is_none_of_ours(capsys, mo
             },
             "init_args.trigger must be a mapping with target: write trigger: {target: …}",
         ),
+        (
+            {
+                "federation": {
+                    "aggregator": {"class_path": "Bucketing", "init_args": {"rule": "Mean"}}
+                }
+            },
+            "got Mean. Did you mean fl_lightning.server.Median?",
+        ),
     ],
 )
 def test_a_wrong_value_is_told_with_what_to_write(layer, says, tmp_path, capsys, monkeypatch):
@@ -244,6 +252,12 @@ def test_a_wrong_value_is_told_with_what_to_write(layer, says, tmp_path, capsys,
     with pytest.raises(SystemExit) as end:
         main(["fit", *words, "--trainer.max_epochs", "1"])
     assert (end.value.code, says in " ".join(capsys.readouterr().err.split())) == (2, True)
+
+
+def test_a_number_of_devices_is_refused_with_the_allowed_ones():
+    options = {"accelerator": "cpu", "devices": 0}
+    with pytest.raises(ConfigurationError, match=r"^trainer.devices must be auto, -1 for all"):
+        built_trainer(lambda: Trainer(**options), options)
 
 
 def message(option, value, *reasons):

@@ -137,7 +137,7 @@ def test_a_long_round_is_given_up(tmp_path, devices):
     send(run, signal.SIGINT, group)
     code, seconds = run.end(60)
     assert (code, seconds < SECONDS) == (INTERRUPTED, True), run.said()
-    assert "stopped by Ctrl-C without a checkpoint: start again without ckpt_path" in run.said()
+    assert "stopped by Ctrl-C without a checkpoint: start again with the same command" in run.said()
     assert "Traceback" not in run.said()
 
 

@@ -281,16 +281,16 @@ class TestPlainStep:
         assert (update.num_steps, update.metrics) == (3, {})
 
     def test_the_step_is_numbered(self, module):
-        module.seen = []
-        module.training_step = lambda batch, index: module.seen.append(index)
+        seen = module.seen = []  # a list of the module's, also if a closure holds it
+        module.training_step = lambda batch, index: seen.append(index)
         trainer = trainer_of(module)
         for _ in range(2):
             train(trainer, trainer.read(), batches(1))
-            assert module.seen == [0, 1, 2]  # every client sees the list of the round's start
+            assert seen == [0, 1, 2]  # every client sees the list of the round's start
             trainer.keeps_lists = True
         trainer.restore(trainer.read())
         trainer.show_lists()
-        assert module.seen == [0, 1, 2, 0, 1, 2]
+        assert seen == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss, "extra": 1}])

@@ -1,7 +1,6 @@
 """What the attributes of a module hold is put back, by whatever step it was changed."""
 
 import random
-import threading
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from torch import nn
 
 from fl_lightning import ConfigurationError
 from fl_lightning.client.state.attributes import Attributes, append
-from fl_lightning.client.state.outside import Outside
 
 COUNTED, CALLED = [], {"times": 0}
 
@@ -80,6 +78,7 @@ CHANGES = {
     "method": lambda m: m.method(),
     "in place": lambda m: m.tensor.add_(1),
     "behind autograd": lambda m: m.tensor.data.add_(1),
+    "gradient": lambda m: setattr(m.tensor, "grad", torch.ones(2)),
     "resized": lambda m: m.tensor.resize_(1),
     "array": lambda m: m.array.fill(2),
     "in a tuple": lambda m: m.nested[0][0].add_(1),
@@ -96,7 +95,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_step_changes_is_named_and_put_back(name):
     module = Odd()
-    state = Attributes(module)
+    state, held = Attributes(module), [module.first, module.table, module.noted]
     assert state.is_same()
     assert state.changes() == []
     CHANGES[name](module)
@@ -106,7 +105,9 @@ def test_what_a_step_changes_is_named_and_put_back(name):
     assert state.is_same()
     assert state.changes() == []
     assert [module.first, module.table, module.noted] == [[1, 2], {"a": [1]}, []]
-    assert module.closure is module.noted  # copied together
+    assert all(
+        a is b for a, b in zip(held, (module.first, module.table, module.noted), strict=True)
+    )
 
 
 def test_weights_are_not_attributes_whoever_looks_at_them():
@@ -119,26 +120,17 @@ def test_weights_are_not_attributes_whoever_looks_at_them():
 
 def test_an_iterator_is_refused():
     module = Odd()
-    module.layer.steps = iter([1, 2])
-    with pytest.raises(ConfigurationError, match=r"self.layer.steps .* keep a list and a position"):
+    module.object.steps = iter([1, 2])
+    with pytest.raises(
+        ConfigurationError, match=r"self.object.steps .* keep a list and a position"
+    ):
         Attributes(module)
-
-
-def test_what_cannot_be_copied_stays_and_is_named_once():
-    module = Odd()
-    module.lock = lock = threading.Lock()
-    with pytest.warns(UserWarning, match="state: self.lock cannot be copied") as caught:
-        states = [Attributes(module) for _ in range(2)]
-    assert len(caught) == 1
-    module.first.append(1)
-    states[0].put_back()
-    assert module.lock is lock
 
 
 OUTSIDE = {
     "a global": (lambda m: m.note(), f"global COUNTED of {__name__}"),
     "in a property": (lambda m: m.seen, f"global COUNTED of {__name__}"),
-    "by a function under a decorator": (lambda m: m.call(), f"global CALLED of {__name__}"),
+    "by a function under a decorator": (lambda m: m.call(), f"global CALLED of {__name__}.times"),
     "around a function": (lambda m: m.fill(), "around around Odd.__init__.<locals>.<lambda>"),
     "of the class": (lambda m: setattr(Odd, "total", Odd.total + 1), "class Odd.total"),
     "rebound": (lambda m: globals().update(CALLED=dict(CALLED)), None),
@@ -149,19 +141,24 @@ OUTSIDE = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_is_outside_is_named_and_stays(name):
     module, (change, place) = Odd(), OUTSIDE[name]
-    state, outside = Attributes(module), Outside(module)
+    state = Attributes(module, outside=True)
     change(module)
+    assert state.changes_outside() == ([] if place is None else [place])
     held = len(COUNTED), dict(CALLED), Odd.total
     state.put_back()
     assert ((len(COUNTED), CALLED, Odd.total), module.noted) == (held, [])
-    assert outside.changes() == ([] if place is None else [place])
+    assert state.changes_outside() == ([] if place is None else [place])
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_draws_of_the_global_generators_are_named(draw):
-    outside = Outside(Odd(), generators=True)
-    draw()
-    assert outside.changes() == ["NumPy's random" if draw is np.random.rand else "Python's random"]
+def test_draws_of_the_global_generators_are_named_and_put_back(draw):
+    state = Attributes(Odd(), outside=True)
+    first = draw()
+    assert [place.partition(".")[0] for place in state.changes()] == [
+        "NumPy's random" if draw is np.random.rand else "Python's random"
+    ]
+    state.put_back()
+    assert draw() == first
 
 
 def test_lists_that_only_grew_may_keep_what_they_got():

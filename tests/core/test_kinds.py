@@ -12,7 +12,7 @@ from fl_lightning import ConfigurationError, FederatedDataModule, Federation, Fe
 from fl_lightning.core.errors import check_range
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.data import Digits
-from fl_lightning.server import FedAdam, Krum
+from fl_lightning.server import Bucketing, FedAdam, Krum
 
 
 class FewMethods:
@@ -78,6 +78,13 @@ def test_others_are_refused_with_what_to_write(given, says):
     with pytest.raises(ConfigurationError) as refused:
         check_kinds(takes, given)
     assert str(refused.value) == says
+
+
+def test_a_class_that_the_option_does_not_take_is_not_suggested():
+    with pytest.raises(
+        ConfigurationError, match=r"rule must be a RobustRule, got the text 'Mean'$"
+    ):
+        Bucketing(rule="Mean")
 
 
 @pytest.mark.parametrize(

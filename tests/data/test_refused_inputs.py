@@ -246,6 +246,7 @@ SETS = {
     "twice federated": (lambda: FederatedDataModule(FederatedDataModule(Digits(), num_clients=2), num_clients=2), "source must be a data module whose examples have no clients yet"),
     "a class as source": (lambda: FederatedDataModule(Digits, num_clients=2), r"source must be a LightningDataModule, got the class Digits: write source=Digits\(…\)"),
     "a data set as source": (lambda: FederatedDataModule([1, 2], num_clients=2), "source must be a LightningDataModule"),
+    "a torch data set as source": (lambda: FederatedDataModule(TensorDataset(torch.eye(4)), num_clients=2), r"source must be a LightningDataModule.*, got a TensorDataset: .*from_datasets"),
     "owners that are real numbers": (divided(NaturalPartition(np.linspace(0, 1, 12))), "must name owners, by text or whole number, .* real numbers such as 0.09"),
     "two of twelve owners": (divided(NaturalPartition(list(range(12)))), "set num_clients to 12"),
     "no owners of that name": (divided(NaturalPartition("writer")), "no attribute 'writer'"),

@@ -71,7 +71,7 @@ def test_ranges_and_choices_are_read():
         ({"a": {"low": 1, "high": 9, "log": True, "step": 2}}, "a is no range: "),
         ({"a": []}, "at least one value"),
         ({"a": [{"class_path": "x.A"}, {"class_path": "y.A"}]}, "choices of the same name"),
-        ({"a": [1, 2], "a.b": [1, 2]}, "a.b lies inside a"),
+        ({"a": [1, 2], "a.b": [1, 2]}, "a.b is inside a"),
     ],
 )
 def test_a_space_that_says_nothing_is_refused(given, message):
@@ -127,6 +127,8 @@ def test_places_in_lists_classes_and_free_mappings():
     place = place_of(configuration, "model.kwargs.width")  # new
     assert with_values(configuration, {place: 3})["model"]["init_args"]["kwargs"]["width"] == 3
     assert "width" not in configuration["model"]["init_args"]["kwargs"]
+    with pytest.raises(ConfigurationError, match="model has no 'x'"):
+        place_of(configuration, "model.x.x")  # only the last word may be new
     with pytest.raises(ConfigurationError, match="callbacks is a list of 1: name an entry"):
         place_of(configuration, "trainer.callbacks.1.x")
 

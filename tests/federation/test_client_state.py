@@ -15,6 +15,9 @@ from torch.nn import functional as F
 from toys import Given, Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+from fl_lightning.engines import CannotStack
+from fl_lightning.federation.clients.fit_clients import FitClients
+from fl_lightning.federation.clients.in_slots import SlotEngine
 from fl_lightning.server import Mean
 
 SHARDS = [range(20), range(20, 32), range(32, 44), range(44, 60)]
@@ -231,6 +234,23 @@ def test_a_step_that_fails_only_when_it_is_rehearsed_is_told():
         fit(FailsOnce(constant=True))
 
 
+def test_a_round_that_begins_anew_is_not_rehearsed_again(monkeypatch):
+    """Only one of several processes may begin anew, and a rehearsal ends in an exchange."""
+
+    right, rehearsed = SlotEngine.train, []
+
+    def train(self, model, work, *rest):
+        if work[0].round_index == 1:
+            raise CannotStack("it is broken")
+        return right(self, model, work, *rest)
+
+    monkeypatch.setattr(FitClients, "settle_state", lambda *_: rehearsed.append(1))
+    monkeypatch.setattr(SlotEngine, "train", train)
+    with pytest.warns(UserWarning, match="engine: sequential from round 2 on, because it is"):
+        fit(Base(), engine="slots", max_epochs=2)
+    assert len(rehearsed) == 2  # once in every round, as long as no client could be rehearsed
+
+
 class ChangesLate(Base):
     """A buffer that changes from the second round on."""
 
@@ -326,10 +346,6 @@ SEEN = []  # a global of this file
 
 
 class NotesGlobally(Base):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("weight", torch.ones(()))  # which is why first steps are rehearsed
-
     def training_step(self, batch, batch_idx):
         SEEN.append(batch_idx)
         return self.loss(batch)
@@ -351,7 +367,7 @@ class ReadsGlobally(Base):
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
 def test_globals_are_never_put_back(engine, caplog):
-    """Whoever fills them: an aggregator between clients, or steps, which the run names."""
+    """Anybody may fill them: an aggregator between clients, or steps, which the run names."""
     SEEN.clear()
     module = made(ReadsGlobally)
     fit(module, max_epochs=2, engine=engine, aggregator=Weighs())
@@ -365,6 +381,27 @@ def test_globals_are_never_put_back(engine, caplog):
     assert "state: training_step changes global SEEN" in caplog.text
     said = " ".join(str(warning.message) for warning in caught)
     assert ("engine: sequential" in said) == (engine == "slots"), said
+
+
+class CountsInAClosure(Base):
+    def __init__(self):
+        super().__init__()
+        calls = []
+
+        def scale():
+            calls.append(None)
+            return 0.1 * len(calls)
+
+        self.scale = scale
+
+    def training_step(self, batch, batch_idx):
+        return self.scale() * self.loss(batch)
+
+
+def test_a_closure_that_a_step_changes_is_named(caplog):
+    with caplog.at_level("INFO"):
+        fit(made(CountsInAClosure), max_epochs=1, engine="sequential")
+    assert caplog.text.count("state: training_step changes calls around") == 1
 
 
 class FailsWhenItRebinds(Base):

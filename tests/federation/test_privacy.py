@@ -31,9 +31,11 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.private_rounds import kept_secret
 from fl_lightning.privacy.accounting.accountant import Accountant, Sampling
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
+from fl_lightning.privacy.banded import BandedGaussian
 from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.grid import GRID_COST
 from fl_lightning.privacy.private_mean import AdaptiveClip
+from fl_lightning.server.server import Server
 from fl_lightning.updates import ErrorFeedback, RandomK, TopK
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
@@ -409,6 +411,28 @@ def test_mechanisms_end_to_end_and_resumed(tmp_path, engine, kind, cohort, stdde
     assert facts(trainer)["privacy/epsilon"] == pytest.approx(mechanism.epsilon(4), rel=1e-5)
     if stddev is not None:
         assert facts(whole)["privacy/noise_stddev"] == pytest.approx(stddev)
+
+
+def test_a_round_that_is_undone_after_its_noise_leaves_no_row_of_it(monkeypatch):
+    """A checkpoint of then trains the round again."""
+    mechanisms, descend, released = [], Server._descend, BandedGaussian.released
+
+    def keep(self, *sums):
+        mechanisms.append(self)
+        return released(self, *sums)
+
+    def fail_once(self, gradient):
+        if self.round_index == 1:
+            raise RoundFailure("undone")
+        descend(self, gradient)
+
+    monkeypatch.setattr(BandedGaussian, "released", keep)
+    monkeypatch.setattr(Server, "_descend", fail_once)
+    privacy = BandedMatrixDP(clip_norm=0.1, noise_multiplier=2.0, delta=1e-3)
+    with pytest.raises(RoundFailure, match="undone"):
+        run(4, privacy=privacy, cohort=RoundRobinCohort(size=2))
+    assert len(mechanisms) == 2
+    assert mechanisms[-1].state_dict()["index"] == 1
 
 
 def test_local_noise_is_in_the_sum_and_the_server_adds_none():

@@ -524,6 +524,36 @@ def test_what_a_fit_leaves_behind_comes_home(tmp_path):
         trainer.fit(Counting(), datamodule=toy_data())
 
 
+class MadeAtStart(Callback):
+    """A state that only a process that trains can load."""
+
+    def on_fit_start(self, trainer, module):
+        self.average = weights(module).clone()
+
+    def state_dict(self):
+        return {"average": self.average}
+
+    def load_state_dict(self, state_dict):
+        self.average.copy_(state_dict["average"])
+
+
+class Unpicklable(Callback):
+    def state_dict(self):
+        return {"function": lambda: None}
+
+
+def test_callbacks_whose_states_cannot_come_home_are_named():
+    stopping = EarlyStopping("val/loss", patience=9)
+    with pytest.warns(UserWarning, match="has not come back") as told:
+        module, _ = fit(2, None, None, MadeAtStart(), Unpicklable(), stopping)
+    texts = [str(each.message) for each in told if "has not come back" in str(each.message)]
+    assert len(texts) == 2
+    assert "callback MadeAtStart" in texts[0]
+    assert "callback Unpicklable" in texts[1]
+    assert stopping.best_score < torch.inf
+    assert torch.equal(weights(module), weights(fit(2)[0]))
+
+
 def test_other_strategies_are_refused():
     trainer = toy_trainer(Federation(), devices=2, strategy="ddp")  # not started: it would stay
     with pytest.raises(ConfigurationError, match=r"set trainer\.strategy to federated"):

@@ -97,9 +97,10 @@ def test_no_client_by_limit_train_batches():
         fit(limit_train_batches=0.1)
 
 
-def test_validation_less_often_than_once_per_round_is_counted_in_rounds():
-    with pytest.raises(ConfigurationError, match=r"at most 1 here, got 100.*check_val_every_n"):
-        fit(val_check_interval=100)
+def test_validation_is_counted_in_rounds():
+    for interval in (100, 0.5):
+        with pytest.raises(ConfigurationError, match=rf"1 here, got {interval}.*check_val_every_n"):
+            fit(val_check_interval=interval)
     moments = Moments()
     fit(moments, val_check_interval=2, check_val_every_n_epoch=None, max_epochs=4)
     assert [step for name, step in moments.seen if name == "validation"] == [2, 4]

@@ -29,19 +29,19 @@ class Control:
 
 def test_a_run_is_followed_while_its_program_lives(tmp_path):
     log, said, control = tmp_path / "log", [], Control("finished:completed")
-    log.write_text("\x1b[92mround\x1b[0m 1/3\n\nrou")
+    log.write_text("fl-lightning: of a library\n\x1b[92mround\x1b[0m 1/3\n\nrou")
 
     def say(line):
         said.append(line)
         if line == "round 1/3":
-            file.write("nd 2/3\n")
+            file.write("nd 2/3\nat the end")
             file.flush()
             threading.Timer(0.1, file.close).start()
 
     with log.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         follow(control, "1", log, say)
-    assert said == ["round 1/3", "round 2/3"]
+    assert said == ["fl-lightning: of a library", "round 1/3", "round 2/3", "at the end"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_run_is_followed_while_its_program_lives(tmp_path):
     [
         ("finished:failed", "fl-lightning: client 3\n", RoundFailure, "for the reason above"),
         ("finished:failed", "round 1\n", RunLost, "the run was lost: details"),
-        ("finished:stopped", "", RoundFailure, "ended as stopped: details"),
+        ("finished:stopped", "round 1", RoundFailure, "ended as stopped: details"),
     ],
 )
 def test_a_run_that_has_failed_says_why(status, text, error, reason, tmp_path):

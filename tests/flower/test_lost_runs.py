@@ -91,13 +91,16 @@ def test_a_lost_run_goes_on_by_itself_to_the_same_bits(act, reason):
     assert len(lost) == 1
     assert reason in lost[0]
     assert "the run starts again from its last whole round" in lost[0]
-    assert saying.said[-1] == "same bits as the simulation; all files are removed"
+    assert saying.said[-1] == "bit-identical to the simulation; all files are removed"
     assert sum("| round 1/" in line for line in saying.said) == 1
 
 
 @pytest.mark.parametrize(
     ("secure", "last"),
-    [(True, "not compared: secure_noise gives every run its own noise;"), (False, "same bits as")],
+    [
+        (True, "not compared: secure_noise gives every run its own noise;"),
+        (False, "bit-identical to"),
+    ],
 )
 def test_a_demo_with_noise_is_compared_where_the_noise_can_be_drawn_again(secure, last):
     """It failed with "other bits than the simulation", whichever noise was drawn."""
@@ -148,7 +151,7 @@ def test_nobody_is_left_of_twenty_kills_and_the_run_ends_in_the_same_bits(monkey
     assert left == []
     assert len(killed) >= KILLS - 2
     assert set(killed) == set(PROGRAMS)
-    assert saying.said[-1] == "same bits as the simulation; all files are removed"
+    assert saying.said[-1] == "bit-identical to the simulation; all files are removed"
 
 
 def command_of(pid):

@@ -39,7 +39,7 @@ def network(tmp_path_factory):
     )
 
 
-def _answer(server, context):
+def _answer(server, context, zone="GMT"):
     while True:
         try:
             connection, _ = server.accept()
@@ -49,7 +49,7 @@ def _answer(server, context):
             if context is not None:
                 connection = context.wrap_socket(connection, server_side=True)
             connection.recv(1000)
-            then = formatdate(time.time() - 60, usegmt=True)
+            then = formatdate(time.time() - 60, usegmt=True).replace("GMT", zone)
             connection.sendall(f"HTTP/1.1 404 Not Found\r\nDate: {then}\r\n\r\n".encode())
             connection.close()
 
@@ -59,7 +59,7 @@ def listening():
     """A server that speaks TLS with some certificate, or plain HTTP."""
     opened = []
 
-    def listen(folder=None, host="127.0.0.1"):
+    def listen(folder=None, host="127.0.0.1", zone="GMT"):
         server = socket.create_server((host, 0))
         opened.append(server)
         context = None
@@ -67,7 +67,7 @@ def listening():
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(folder / "server.pem", folder / "server.key")
 
-        threading.Thread(target=_answer, args=[server, context], daemon=True).start()
+        threading.Thread(target=_answer, args=[server, context, zone], daemon=True).start()
         return server.getsockname()[1]
 
     yield listen
@@ -222,6 +222,12 @@ def test_what_is_no_name_is_refused(tmp_path, sites):
 def test_the_right_server_is_reached(network, listening):
     port = listening(network.server)
     assert 59 < check_server(f"127.0.0.1:{port}", network.site("a") / "ca.crt") < 75
+
+
+def test_a_date_without_a_zone_is_that_of_another_server(network, listening):
+    port = listening(network.server, zone="-0000")
+    with pytest.raises(ConnectionError, match="does not answer as a server of a network"):
+        check_server(f"127.0.0.1:{port}", network.site("a") / "ca.crt")
 
 
 def test_the_server_of_another_network_is_not(network, listening, tmp_path):

@@ -423,6 +423,8 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
         (GOOD.replace("[1]", "[]"), "at least one"),
         (GOOD.replace("[1]", "3"), "clients must be a list of global ids"),
         (GOOD.replace("socket: s", "socket: 3"), "socket must be a path"),
+        (GOOD.replace("socket: s", f"socket: /{'s' * 103}"), "socket: .* has 104 bytes"),
+        (GOOD + "metrics: ['']\n", "must be a text that is not empty, got ''"),
         ("- a", "it holds no options"),
         ("a: [", "is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]", "is not valid YAML"),

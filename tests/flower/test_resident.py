@@ -10,13 +10,15 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.network import supervision
 from fl_lightning.flower.network.supervision import Program, Supervisor
+from fl_lightning.flower.transport import resident as resident_module
 from fl_lightning.flower.transport.channel import LoopbackChannel, ask, state_of
 from fl_lightning.flower.transport.resident import Resident
 
@@ -132,6 +134,29 @@ def test_an_error_stays_at_the_site_and_the_next_order_is_answered(resident, cap
     assert ask(path, b"good", 20) == b"good"
 
 
+@pytest.mark.parametrize("size", [1, 5_000_000])
+def test_a_process_that_hangs_has_no_answer(size, folder):
+    """A large order fills the socket's buffer, and nobody reads it."""
+    with socket.socket(socket.AF_UNIX) as hangs, ThreadPoolExecutor() as threads:
+        hangs.bind(str(folder / "a"))
+        hangs.listen()
+        outcome = threads.submit(ask, folder / "a", b"x" * size, 0.5)
+        ended = wait([outcome], 20).done
+        hangs.close()  # else the thread would wait on in a failed test
+        assert ended
+        assert outcome.result() is None
+
+
+def test_an_asker_that_hangs_is_left(resident, monkeypatch, caplog):
+    monkeypatch.setattr(resident_module, "SILENCE", 0.2)
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.connect(str(resident()))
+        asker.sendall(b"\0\0")  # the start of a frame
+        asker.settimeout(20)
+        assert asker.recv(10) == b""
+    assert "an asker is gone" in caplog.text
+
+
 def test_nobody_at_the_socket(folder):
     assert ask(folder / "none", b"x", 20) is None
     assert state_of(folder / "none") is None
@@ -178,6 +203,27 @@ def test_a_process_that_is_killed_is_started_again(order, folder, echo):
         assert asked(b"x").result(60) == b"x"
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
+
+
+def test_an_error_of_the_supervision_reaches_the_main_thread(folder):
+    def fail(ended):
+        raise TypeError("a bug")
+
+    with (
+        pytest.raises(TypeError, match="a bug"),
+        Supervisor([Program("p", ["true"], folder / "log", again=fail)]) as supervisor,
+    ):
+        supervisor.wait()
+
+
+def test_a_program_may_end_while_it_is_killed(folder, monkeypatch):
+    monkeypatch.setattr(supervision, "_GRACE", 0.1)
+    monkeypatch.setattr(Program, "_note", lambda self, words: waited(lambda: self.process is None))
+    command = ["sh", "-c", "trap '' TERM; echo ready; sleep 2"]
+    program = Program("p", command, folder / "log")
+    with Supervisor([program]):
+        waited(lambda: program.process and (folder / "log").read_text())
+    assert program.process is None
 
 
 def test_a_program_ends_with_its_supervisor_even_if_that_is_killed(folder):

@@ -86,6 +86,7 @@ def test_released_rows_are_the_inverse_times_exact_whole_numbers_also_when_resum
             state, sums = sums.state_dict(), CorrelatedSums(columns, 1e9, 1e9)
             sums.load_state_dict(state)
         rows.append(sums.next(total[index], noise[index]).numpy())
+        sums.advance()
     whole = np.round(dense(np.trunc(columns * sums.scale))).astype(np.int64)
     exact = whole @ total.numpy() + noise.numpy()
     assert np.allclose(whole @ np.array(rows), exact, rtol=1e-12)
@@ -103,6 +104,8 @@ def test_a_row_depends_on_sums_and_noise_only_through_whole_numbers_with_noise()
     for index in range(3):
         first = one.next(total[index], noise[index])
         assert torch.equal(first, other.next(total[index] + moved[index], made_up[index]))
+        one.advance()
+        other.advance()
 
 
 @pytest.mark.parametrize(("stddev", "largest"), [(1e6, 1e9), (2.0**40, 1e9), (1.0, 2.0**45)])

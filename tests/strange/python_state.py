@@ -226,6 +226,27 @@ class CycleOfWeights(WithLoss):
 
 
 @row()
+class StateInAClosure(WithLoss):
+    """A schedule that counts where nobody looks."""
+
+    def __init__(self):
+        super().__init__()
+        calls = []
+
+        def schedule():
+            calls.append(None)
+            return 0.1 * len(calls)
+
+        self.schedule, self.calls = schedule, calls
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.schedule()
+
+    def on_train_epoch_end(self):
+        self.calls.clear()
+
+
+@row()
 class StateInAnObject(WithLoss):
     """A plain object that is no module."""
 

@@ -6,6 +6,7 @@ does not see what the one before it left gives another model.
 
 import numpy as np
 import torch
+from torch import nn
 
 from strange.rows import BLOBS, ROWS, SEQUENTIAL, UNEVEN, Row, WithLoss
 
@@ -64,12 +65,31 @@ class Plain(Changes):
         return super().level() + kept.to(self.net[0].weight.dtype)
 
 
+class Counting(nn.Module):
+    count: int
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net, self.count = net, 0
+        self.register_buffer("n", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.n = self.n + 1
+        return self.net(x) / (self.count + self.n)
+
+
 class Scripted(Changes):
     def prepare(self):
         self.net = torch.jit.script(self.net)
 
     def level(self):
         return self.n.to(torch.float32).mean()
+
+
+class ScriptedCounter(Scripted):
+    def prepare(self):
+        self.net = torch.jit.script(Counting(self.net))
 
 
 def put(name, new):
@@ -172,6 +192,7 @@ CHANGES = [
     ("PlainArray", Plain, one(LONG), lambda m: np.add(m.array, 1, out=m.array), SEQUENTIAL),
     ("Bank", Plain, one(LONG), lambda m: m.bank.append(m.bank[-1] + 1), SEQUENTIAL),
     ("Scripted", Scripted, one(LONG), put("n", plus_one), {}),
+    ("ScriptedCounter", ScriptedCounter, one(LONG), put("n", plus_one), SEQUENTIAL),
 ]  # fmt: skip
 for name, kind, start, change, apart in CHANGES:
     key = "refused" if isinstance(apart, str) else "engines"

@@ -136,7 +136,9 @@ def serve(*, folder: str, bind: str = "127.0.0.1", control_port: PositiveInt | N
         _say(f"for sites: {bind}:{served.port}, HTTPS, only what sites need")
         if bind == "127.0.0.1":
             _say("         from this machine only: --bind 0.0.0.0 opens it to others")
-        _say(f"control: 127.0.0.1:{port}, from this machine only: whoever reaches it can have the")
+        _say(
+            f"control: 127.0.0.1:{port}, from this machine only: everybody who reaches it can have the"
+        )
         _say("         server and all sites run code, and register keys. Never open it to others")
         _say(f"logs:    {served.server / 'log'}")
         _say(f"next:    fl-lightning network run --folder {served.folder} --config run.yaml")

@@ -8,9 +8,8 @@ class weights or an attention mask: they are not sent, and a check finds whether
 from __future__ import annotations
 
 import math
-import types
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from operator import is_
 from typing import Any
 
@@ -196,29 +195,6 @@ class ModuleTensors:
             for tensor, (_, present) in found.items():
                 tensor.copy_(present)
 
-    def values(self) -> list[Tensor]:
-        """Copy the tensors' values to the CPU: an accelerator may have no room for a second model."""
-        with torch.inference_mode(False):  # the copies are also compared outside of inference mode
-            return [tensor.detach().to("cpu", copy=True) for tensor in self._own]
-
-    def changed(self, values: Sequence[Tensor]) -> set[str]:
-        """Return the names of the tensors that differ from these values."""
-        places = zip(self._places, values, strict=True)
-        return {
-            path
-            for (path, members, name, _), value in places
-            if not same_value(_on_cpu(members.get(name)), value)
-        }
-
-    def write(self, values: Sequence[Tensor]) -> None:
-        """Call `put_back`, and restore these values."""
-        self.put_back()
-        changed = self.changed(values)
-        with torch.no_grad():
-            for (path, _, _, tensor), value in zip(self._places, values, strict=True):
-                if path in changed:
-                    tensor.copy_(value)
-
     def put_back(self) -> None:
         """Restore the recorded tensors, their memory and ``requires_grad``; current values may be lost."""
         self._put_flags_back()
@@ -226,10 +202,6 @@ class ModuleTensors:
             members[name] = tensor
         for tensor, memory in self._moved():
             tensor.data = memory
-
-
-def _on_cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().cpu()
 
 
 def _misfit(path: str, shape: torch.Size, present: object) -> str:
@@ -266,17 +238,10 @@ def same_value(now: Any, before: Any) -> bool:
         if isinstance(now, np.ndarray):
             alike = now.dtype == before.dtype and now.shape == before.shape
             return alike and np.array_equal(now, before, equal_nan=now.dtype.kind in "fc")
-        return _equal(now, before)
+        is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
+        return is_nan or (now == before) is True
     except Exception:  # noqa: BLE001 - a user's class may raise anything if it cannot compare
         return False
-
-
-def _equal(now: Any, before: Any) -> bool:
-    compares_identities = type(now).__eq__ is object.__eq__
-    if compares_identities or isinstance(now, types.MethodType):
-        return same_value(now.__reduce_ex__(4)[1:3], before.__reduce_ex__(4)[1:3])
-    is_nan = isinstance(now, float) and math.isnan(now) and math.isnan(before)
-    return is_nan or (now == before) is True
 
 
 def same_numbers(now: Tensor, before: Tensor) -> bool:

@@ -88,7 +88,6 @@ class Table(Source):
         features = {
             where: self._features(table, train[names], where) for where, table in tables.items()
         }
-        # a value that no training row has is 0 everywhere
         columns = features["data"].columns
         kind = Targets.of(
             column_of(train[self._target]), self._target_type, f"Table: column {self._target!r}"
@@ -96,8 +95,7 @@ class Table(Source):
         self.feature_names, self.num_features = tuple(columns), len(columns)
         rows = {}
         for where, table in tables.items():
-            known = features[where].reindex(columns=columns, fill_value=0)
-            inputs = torch.from_numpy(known.to_numpy(np.float32, copy=True))
+            inputs = torch.from_numpy(features[where].to_numpy(np.float32, copy=True))
             targets = kind.encode(column_of(table[self._target]), where)
             others = {str(name): table[name] for name in table.columns}
             rows[where] = TensorRows([inputs, targets], others)
@@ -126,8 +124,12 @@ class Table(Source):
             if _is_number(train[name]):
                 parts.append(self._numbers(table[name], where))
             else:
-                values = _categories(table[name])
-                parts.append(pandas.get_dummies(values, prefix=name, prefix_sep="="))
+                known, values = _categories(train[name]), _texts(table[name])
+                # a value that no training row has is 0 everywhere
+                known_values = values.where(values.isin(known)).astype(
+                    pandas.CategoricalDtype(known)
+                )
+                parts.append(pandas.get_dummies(known_values, prefix=name, prefix_sep="="))
         return pandas.concat(parts, axis=1)
 
     def _numbers(self, column: Series[Any], where: str) -> Series[Any]:
@@ -152,16 +154,22 @@ def _is_number(column: Series[Any]) -> bool:
     return types.is_numeric_dtype(column) and not types.is_bool_dtype(column)
 
 
-def _categories(column: Series[Any]) -> Series[str]:
+def _texts(column: Series[Any]) -> Series[str]:
     """Return a column's values as strings."""
+    # a column of pandas' own categories would stay one, with its order and with categories of no row
+    return column.astype(object).map(str).where(column.notna(), "missing")
+
+
+def _categories(column: Series[Any]) -> list[str]:
+    """Return the different values of a training column as sorted strings."""
     if column.dtype.kind in "mM":
         raise ConfigurationError(
             f"Table: column {column.name!r} holds times: make numbers of them, or leave it out with ignore"
         )
-    values = column.map(str).where(column.notna(), "missing")
-    if values.nunique() > MOST_CATEGORIES:
+    values = sorted(_texts(column).unique())
+    if len(values) > MOST_CATEGORIES:
         raise ConfigurationError(
-            f"Table: column {column.name!r} has {values.nunique()} different values, more than "
+            f"Table: column {column.name!r} has {len(values)} different values, more than "
             f"{MOST_CATEGORIES} features: leave it out with ignore"
         )
     return values

@@ -2,7 +2,7 @@
 
 `DrawRecorder` works below autograd. It sees every operator that draws random numbers, also inside
 PyTorch's own functions (dropout in attention), with its distribution and shape. The same calls on a
-generator in the same state give the same bits, so the numbers can be drawn outside of the step, for
+generator in the same state give identical numbers, so the numbers can be drawn outside of the step, for
 each client from its own generator.
 
 Under `vmap` and in a compiled graph there is no generator per client. There `ReplayedDraws` replaces

@@ -230,14 +230,13 @@ class _Before:
 
     def __init__(self, module: nn.Module, ignore: Collection[str]) -> None:
         self._module = module
-        # each example has its own draws
-        self._attributes = Attributes(module, ignore=ignore, generators=False)
+        self._attributes = Attributes(module, ignore=ignore)
         self._before = {name: (p, p.detach().clone()) for name, p in module.named_parameters()}
 
     def put_back(self) -> None:
         """Restore the attributes; raises if the training step has replaced a parameter."""
         self.check_untouched(values=False)
-        self._attributes.put_back()
+        self._attributes.put_back(generators=False)  # each example has its own draws
 
     def check_untouched(self, *, values: bool = True) -> None:
         """Raise if the training step has changed a parameter, after changing it back."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.state.attributes import Attributes
-from fl_lightning.client.state.outside import Outside
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.engines.compiler.compiling import Compiled
 from fl_lightning.engines.functional import CannotPad, CannotStack
@@ -168,24 +167,15 @@ class StepGraphs:
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
         """Undo changes that the step makes to Python objects, then raise CannotStack for them."""
-        state, reason = Attributes(self._module, ignore=self._ignore), None
-        outside, params = (
-            Outside(self._module, generators=True),
-            dict(self._module.named_parameters()),
-        )
-        trains = {name: param.requires_grad for name, param in params.items()}
-        with preserve_global_generators():
-            try:
-                yield
-            except CannotStack as found:
-                reason = found
-            finally:
-                changes = [*state.changes(), *outside.changes()]
+        state, reason = Attributes(self._module, ignore=self._ignore, outside=True), None
+        try:
+            yield
+        except CannotStack as found:
+            reason = found
+        finally:
+            changes = state.changes()
+            if changes:
                 state.put_back()
-                for name, param in params.items():
-                    if param.requires_grad != trains[name]:
-                        changes.append(f"self.{name}.requires_grad")
-                        param.requires_grad_(trains[name])
         if changes:  # which is why it does other things the next time
             raise CannotStack(f"training_step changes {changes[0]}")
         if reason is not None:
@@ -248,7 +238,7 @@ class StepGraphs:
         self._recheck(refuse=can_tell)
 
     def _look(self, batch: BatchOf, full: int) -> None:
-        """Observe the step as it is now, and choose the graphs for it."""
+        """Observe the present step, and choose the graphs for it."""
         functions = self.functions
         self._seen, self.written = set(), frozenset()
         self._see(batch, full)

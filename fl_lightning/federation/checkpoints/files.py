@@ -63,7 +63,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if files:
                 raise ConfigurationError(
                     f"{path}: what clients remember is too large to be part of a checkpoint and "
-                    "lies in files beside it, which needs a folder of this machine"
+                    "is in files beside it, which needs a folder of this machine"
                 )
             super().save_checkpoint(checkpoint, path, storage_options)
             return

@@ -64,7 +64,7 @@ def _named(
 ) -> EarlierRun | None:
     if given == "best" and is_fit:
         raise ConfigurationError(
-            "ckpt_path: a fit goes on from last, or from a path, not from best"
+            "ckpt_path: a fit resumes from last, or from a path, not from best"
         )
     if given not in ("last", "best"):
         run = run_of(Path(given))

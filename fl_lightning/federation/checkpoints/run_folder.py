@@ -180,7 +180,7 @@ def refuse(run: EarlierRun, found: Sequence[str]) -> None:
     raise ConfigurationError(
         f"ckpt_path: the run in {run.folder} has another configuration: "
         f"{'; '.join(found[:_MOST_SHOWN])}{more}. Give the options of that run, or start without "
-        "ckpt_path; --resume_changed true goes on with what is different"
+        "ckpt_path; --resume_changed true resumes with the new options"
     )
 
 

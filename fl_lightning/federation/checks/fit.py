@@ -113,13 +113,13 @@ def _callback_problems(trainer: Trainer) -> Iterator[str]:
 
 
 def check_validation_interval(trainer: Trainer) -> None:
-    """Raise if ``val_check_interval`` exceeds the number of batches of a round, which is 1."""
-    interval = trainer.val_check_interval
-    counts_in_round = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
-    if counts_in_round and interval > 1 and trainer.limit_val_batches > 0:
+    """Raise if ``val_check_interval`` is not the one batch of a round."""
+    interval = getattr(trainer, "val_check_interval", 1)  # missing if it is a time
+    counts_in_round = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+    if counts_in_round and interval != 1:
         raise ConfigurationError(
             f"trainer.val_check_interval counts the batches of an epoch, and a round is an epoch of one "
-            f"batch: it must be at most 1 here, got {interval}. To validate every N rounds set "
+            f"batch: it must be 1 here, got {interval}. To validate every N rounds set "
             "trainer.check_val_every_n_epoch to N"
         )
 
@@ -192,7 +192,7 @@ def check_simple(
     """Check the parts of rounds without a Trainer."""
     if aggregator.protection is not None:
         raise ConfigurationError(
-            f"{type(aggregator).__name__} hides what clients send, which needs a Trainer: use Federation"
+            f"{type(aggregator).__name__} hides the updates, which needs a Trainer: use Federation"
         )
     parts = {type(part).__name__: traits_of(part) for part in (cohort, aggregator, *stages)}
     most = len(data.clients)

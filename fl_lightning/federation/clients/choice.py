@@ -123,7 +123,7 @@ class EngineChooser:
 
         Args:
             model: the global model.
-            work: the work of the first group of clients.
+            work: the work of the first cohort.
             alone: trains a client from a model sequentially, without a trace but in the module's metrics.
         """
         work = [client for client in work if client.sizes]

@@ -26,7 +26,7 @@ from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
 
 
 class FitClients:
-    """Trains groups of clients of one fit.
+    """Trains the clients of one fit.
 
     Args:
         run: the run.
@@ -85,7 +85,7 @@ class FitClients:
         self.local.settle_state(more)
         return True
 
-    def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
+    def settle_state(self, cohort: Iterable[int], ranks: Ranks) -> bool:
         """Find which tensors besides weights clients change, over all processes.
 
         Returns:
@@ -94,7 +94,7 @@ class FitClients:
         names = self.rehearsal.known
         if self.rehearsal.is_needed:
             with self.collector.listening_to(self._module), self.metrics_kept_apart():
-                found = self.rehearsal.changed_by(self.plan.of([*group], self._run.round_index))
+                found = self.rehearsal.changed_by(self.plan.of([*cohort], self._run.round_index))
             answers = [answer for answer in ranks.gather(found) if answer is not None]
             if not answers:
                 return False
@@ -102,11 +102,11 @@ class FitClients:
         self.local.settle_state(names)
         return True
 
-    def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
+    def settle_engine(self, model: GlobalModel, cohort: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train, the same in all processes."""
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
-                work = self.plan.of([*group], self._run.round_index)
+                work = self.plan.of([*cohort], self._run.round_index)
                 self.engine.choose(model, work, partial(self._train_alone, is_corrected=False))
         choice = ranks.gather(self.engine.state_dict())[0]
         if ranks.rank > 0:

@@ -160,13 +160,13 @@ class SlotEngine:
             for name, metric in rehearsal.metrics.items():
                 self._collector.add_metric(name, names.get(name, name), metric)
 
-    def _as_far_as_possible(self, groups: Iterator[Updates]) -> Iterator[Updates]:
+    def _as_far_as_possible(self, updates: Iterator[Updates]) -> Iterator[Updates]:
         """Turn any exception in slots into `CannotStack`.
 
         A mistake of the user will be raised again by sequential training.
         """
         try:
-            yield from groups
+            yield from updates
         except (CannotStack, ClientFailure, ConfigurationError):
             raise
         except Exception as error:
@@ -179,7 +179,7 @@ class SlotEngine:
 
 
 class InSlots:
-    """Trains those clients of a group in slots that slots can train."""
+    """Trains those clients in slots that slots can train."""
 
     def __init__(self, stages: Stages, spot_check: SpotCheck) -> None:
         self._stages, self._spot_check = stages, spot_check
@@ -200,8 +200,8 @@ class InSlots:
         own = None if personal is None else personal.own
         check.begin(stackable)
         again: list[int] = []
-        for group in slots.train(start.model, stackable, term, own):
-            usable, failures = usable_rows(group)
+        for trained in slots.train(start.model, stackable, term, own):
+            usable, failures = usable_rows(trained)
             # they train again sequentially: example by example there may be a 0 / 0
             again.extend(failure.client_id for failure in failures)
             refused: list[ClientFailure] = []

@@ -10,15 +10,18 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import replace
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
 from fl_lightning.federation.visits.local_counts import LocalCounts
@@ -50,6 +53,7 @@ class OneByOne:
         self._collector, self._stages = collector, stages
         self._counts = counts or LocalCounts()
         self._metrics = metrics_of(module)
+        self._watches = True
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Train clients with the same start, and yield their updates.
@@ -60,11 +64,29 @@ class OneByOne:
             try:
                 for client in list(work):
                     self._counts.work = client
-                    yield self._train(client, start)
+                    sent = (
+                        self._watched(client, start)
+                        if self._watches
+                        else self._train(client, start)
+                    )
+                    yield sent
+                    del sent
             finally:
                 self._counts.work = None
                 if self._counts.reads_rounds:
                     self._counts.tell_of_rounds()
+
+    def _watched(self, work: ClientWork, start: Start) -> Upload | Missing:
+        """Train the first client, and name a global, closure or class attribute that its steps change."""
+        self._watches = False
+        outside = Attributes(self._module, ignore=NOT_THE_USERS, outside=True)
+        sent = self._train(work, start)
+        if changes := outside.changes_outside():
+            rank_zero_info(
+                f"state: training_step changes {changes[0]}, which is yours and not put back between "
+                "clients: make it an attribute of the module if every client is to start from it"
+            )
+        return sent
 
     def _train(self, work: ClientWork, start: Start) -> Upload | Missing:
         turn = Turn(work, start, num_bytes=start.num_bytes)

@@ -55,7 +55,7 @@ _LEAST_CHANGE = 0.01
 _UPDATE, _FAILURE = "update", "failure"
 _REMEDY = (
     "The round does not count: the global model is the one before it. Set federation.engine: "
-    "sequential, which runs your training_step as it is. If slots are to be faster again, look for "
+    "sequential, which runs your training_step unchanged. If slots are to be faster again, look for "
     "what the step, or a hook, reads or writes besides tensors (attributes of self, current_epoch, "
     "counters, lists), or does with other examples of the batch; federation.pad_batches: false if its "
     "loss is no mean over examples. Earlier rounds were checked on few clients only "
@@ -109,7 +109,7 @@ def remark_of(fraction: float) -> str:
 
 
 class SpotCheck:
-    """Checks groups of clients in slots, one group after the other.
+    """Checks clients in slots, those that start from the same model together.
 
     Args:
         fraction: fraction of the clients in slots that are checked.
@@ -167,7 +167,7 @@ class SpotCheck:
             with self.without_trace(present):
                 for client, found in self._found.items():
                     self.look(self._work[client], found, start)
-        except BaseException:  # the group's updates do not count, nor what metrics hold of them
+        except BaseException:  # these clients' updates do not count, nor what metrics hold of them
             self._metrics.put_back()
             raise
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -19,7 +18,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.swa_utils import AveragedModel
 
 from fl_lightning.client.personal.personalisation import name_matches
-from fl_lightning.client.state.outside import Outside
 from fl_lightning.client.state.tensors import candidates
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
@@ -77,14 +75,12 @@ class StateRehearsal:
         """
         for client in work:
             if client.sizes:
-                outside = Outside(self._module)
                 try:
                     with self._nothing_left() as visit:
                         names, changed = candidates(self._module), set[str]()
                         for _ in self._steps(client):  # the second may undo what the first did
                             self._local.homes.bring_home()
                             changed |= visit.changed()
-                        self._tell(outside.changes())
                 except Exception as error:  # noqa: BLE001 - whatever the user's step raises
                     self.failures[client.client_id] = error
                     continue
@@ -102,13 +98,6 @@ class StateRehearsal:
                 "rehearsed to find out which buffers they change, and did not when it trained: training_step "
                 "is to do the same whenever it is called, and federation.client_state can name the buffers",
                 stacklevel=2,
-            )
-
-    def _tell(self, changes: list[str]) -> None:
-        if changes:
-            rank_zero_info(
-                f"state: training_step changes {changes[0]}, which is yours and not put back between "
-                "clients: make it an attribute of the module if every client is to start from it"
             )
 
     def _steps(self, client: ClientWork) -> Iterator[None]:

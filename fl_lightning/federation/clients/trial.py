@@ -119,8 +119,8 @@ class Trial:
 
         def train() -> None:  # as a round does, with aggregation
             mean = RunningMean(self.model.params)
-            for group in engine.train(self.model, sample):
-                usable, _ = usable_rows(group)
+            for trained in engine.train(self.model, sample):
+                usable, _ = usable_rows(trained)
                 mean.add_rows(usable.deltas, usable.num_examples)
 
         train()  # compiles

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import multiprocessing.connection
 import os
 import pickle
@@ -28,7 +29,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,7 @@ class ForkLauncher:
         """Run a function in every process and return the first one's result.
 
         Raises:
-            ProcessFailure: if a process was killed. An error that a process raised is raised as it is.
+            ProcessFailure: if a process was killed. An error that a process raised is raised unchanged.
         """
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits and self._has_fitted:
@@ -167,7 +169,7 @@ class ForkLauncher:
                 _let_signals(signal.SIG_UNBLOCK)
                 result = function(*args, **kwargs)
                 if local_rank == 0:
-                    torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
+                    TrainerOutcome.of(trainer, result).save(folder / "outcome")
                     _end_runs(trainer)
             except BaseException as error:
                 _write_error(error, note)
@@ -327,7 +329,8 @@ class TrainerOutcome:
     metrics: dict[str, Tensor]  # the Trainer's ``callback_metrics``
     new: set[str]  # names of the metrics of the last round
     progress: dict[str, Any]  # counters of rounds
-    callbacks: dict[str, dict[str, Any]]  # states of callbacks by Lightning's key, after a fit
+    # states of callbacks by Lightning's key, after a fit; of one without, the error as a text
+    callbacks: dict[str, dict[str, Any] | str]
     spent: Spent  # privacy cost of the module's fits
 
     @classmethod
@@ -342,9 +345,19 @@ class TrainerOutcome:
             metrics=dict(trainer.callback_metrics),
             new=set(logged_in_round(trainer)),
             progress=progress(trainer),
-            callbacks={c.state_key: c.state_dict() for c in callbacks} if fitted else {},
+            callbacks={c.state_key: _or_error(c.state_dict) for c in callbacks} if fitted else {},
             spent=spent_on(trainer.lightning_module),
         )
+
+    def save(self, path: Path) -> None:
+        """Save the outcome, without states of callbacks that cannot be pickled."""
+        try:
+            torch.save(self, path)
+        except Exception:  # noqa: BLE001 - whatever a user's object does when it is pickled
+            states = {
+                key: _or_error(partial(_pickled, state)) for key, state in self.callbacks.items()
+            }
+            torch.save(replace(self, callbacks=states), path)
 
     def bring_into(self, trainer: Trainer) -> Any:
         """Load the outcome into the parent's Trainer and return the result."""
@@ -355,9 +368,36 @@ class TrainerOutcome:
         add_metrics(trainer, self.metrics, self.new)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if state := self.callbacks.get(callback.state_key):
-                if isinstance(callback, ModelCheckpoint):
-                    callback.dirpath = state["dirpath"]  # else it is warned of another run's files
-                callback.load_state_dict(state)
+                failure = (
+                    state if isinstance(state, str) else _or_error(partial(_load, callback, state))
+                )
+                if failure:
+                    warnings.warn(
+                        f"the state of the callback {type(callback).__name__} after the fit has not come back from "
+                        f"the process that trained ({failure}): state_dict must be picklable, and load_state_dict "
+                        "work where neither setup nor on_fit_start has run",
+                        stacklevel=2,
+                    )
         if self.spent.delta:
             note_spent(trainer.lightning_module, lambda: self.spent)
         return self.result
+
+
+def _or_error(call: Callable[[], Any]) -> Any:
+    """Return what a user's callback returns, or the text of its error."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - whatever a user's callback raises
+        return f"{type(error).__name__}: {error}"
+
+
+def _pickled(state: Any) -> Any:
+    """Return a state, if it can be pickled."""
+    torch.save(state, io.BytesIO())
+    return state
+
+
+def _load(callback: Callback, state: dict[str, Any]) -> None:
+    if isinstance(callback, ModelCheckpoint):
+        callback.dirpath = state["dirpath"]  # else it is warned of another run's files
+    callback.load_state_dict(state)

@@ -44,7 +44,7 @@ _NAME = "correction"
 class Corrector(Correcting, SpansNetwork):
     """Holds what a correction needs between rounds.
 
-    With ``exact`` sums have the same bits over any number of processes; it is lossy where what arrives of an
+    With ``exact`` sums are bit-identical over any number of processes; it is lossy where what arrives of an
     update is not what was sent.
     """
 
@@ -137,7 +137,7 @@ class Corrector(Correcting, SpansNetwork):
             self._step.term = self._step.contrast = None
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Compute a client's new state; without optimizer steps it stays as it is."""
+        """Compute a client's new state; without optimizer steps it does not change."""
         taken = update.optimizer_steps
         num_steps = update.num_steps if taken is None else taken
         has_stepped = num_steps > 0 if isinstance(num_steps, int) else any(num_steps)

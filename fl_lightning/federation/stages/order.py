@@ -36,7 +36,7 @@ from fl_lightning.server.server import as_aggregator
 
 # keys of a checkpoint's state that belong to no stage
 RUN_KEYS: set[str | None] = {
-    *("space", "mask", "seed", "server", "record", "prog_bar", "metrics", "groups", "inside"),
+    *("space", "mask", "seed", "server", "record", "prog_bar", "metrics", "inside"),
     *("engine", "client_state", "memory", "population", "model"),
 }
 
@@ -97,7 +97,7 @@ def stages_of_steps(
     """Return the stages of a correction, and of an aggregator that asks how many gradients updates add up."""
     stages: list[Stage] = []
     if correction is not None:
-        # rules that see all updates give the same bits over any number of processes as well
+        # rules that see all updates are bit-identical over any number of processes as well
         exact = aggregator.exact or aggregator.exchanges
         stages.append(Corrector(correction, exact=exact, is_lossy=is_lossy))
     if aggregator.needs_effective_steps:

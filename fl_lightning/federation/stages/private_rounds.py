@@ -122,7 +122,7 @@ class PrivateRounds(PrivateStage):
         if (num_buffers := model.buffers.numel()) and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"privacy: {num_buffers} numbers in buffers that clients change (statistics of batch "
+                f"privacy: {num_buffers} entries in buffers that clients change (statistics of batch "
                 "norm) are not sent; the global model keeps those it began with: use group or layer norm"
             )
         if self.privacy.clients_add_noise:

@@ -139,7 +139,7 @@ class SecureRounds(Stage):
         if num_buffers := model.buffers.numel():
             raise ConfigurationError(
                 f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
-                f"has {num_buffers} numbers in buffers (statistics of batch norm), or in frozen "
+                f"has {num_buffers} entries in buffers (statistics of batch norm), or in frozen "
                 "parameters that clients change, which would travel in clear: use group or layer "
                 "norm, or track_running_stats: false"
             )

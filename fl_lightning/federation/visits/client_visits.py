@@ -84,7 +84,7 @@ def evaluate_clients(
         data: the data module with the clients.
         stage: ``validation`` or ``test``.
         clients: ids of the clients, all if None; clients without examples are left out.
-        having: makes a context in which the module holds a client's model; None for the model as it is.
+        having: makes a context in which the module holds a client's model; None for the model of the module.
         examples: the examples; if None, those that clients hold out for the stage.
         is_shared: whether each process evaluates its share of the clients; if not, it evaluates all.
     """

@@ -143,15 +143,14 @@ class LightningStep:
         loss.backward()
         if self.term is not None:
             self.term.add()
-        self._clip()
+        if self.trainer.gradient_clip_val:
+            self._clip()
         return loss.detach()
 
     def _clip(self) -> None:
         """Clip the gradients by the Trainer's ``gradient_clip_val`` and ``gradient_clip_algorithm``."""
-        bound = self.trainer.gradient_clip_val
-        if bound:
-            how = GradClipAlgorithmType(self.trainer.gradient_clip_algorithm or "norm")
-            self._precision.clip_gradients(self._optimizer, bound, how)
+        how = GradClipAlgorithmType(self.trainer.gradient_clip_algorithm or "norm")
+        self._precision.clip_gradients(self._optimizer, self.trainer.gradient_clip_val, how)
 
     def _by_hand(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
         """Call ``training_step``, which steps the optimizers itself."""
@@ -181,7 +180,8 @@ class LightningStep:
         loss = examples(self._prepared(batch, size, index) if size else None, size, index)
         if self.term is not None:
             self.term.add()
-        self._clip()
+        if self.trainer.gradient_clip_val:
+            self._clip()
         self._optimizer.step()
         return loss
 

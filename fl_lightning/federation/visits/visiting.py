@@ -12,17 +12,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor, nn
+from torch import nn
 
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
-from fl_lightning.client.state.tensors import ModuleTensors
 from fl_lightning.core.metrics import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
@@ -45,17 +43,16 @@ class Visit:
         trainer: the Trainer, with its module on its device.
         kind: the kind of step.
         logs: receives the module's ``self.log``.
-        changed: returns the names of the parameters and buffers that differ from the visit's start.
+        before: the module's state at the visit's start; None if it will not be restored.
 
     Attributes:
         module: the module.
-        changed: see the argument.
         logs: the values that steps logged.
         size: examples in the current or last batch.
     """
 
     def __init__(
-        self, trainer: Trainer, kind: StepOf, logs: LogCollector, changed: Callable[[], set[str]]
+        self, trainer: Trainer, kind: StepOf, logs: LogCollector, before: Attributes | None
     ) -> None:
         step, context = _STEPS[kind]
         self.module, self._trainer = trainer.lightning_module, trainer
@@ -63,7 +60,8 @@ class Visit:
         self._context = getattr(trainer.precision_plugin, context)
         self._takes_index = takes_index(self._step)
         self._prepare = batch_preparation(trainer)
-        self.changed, self.logs, self.size = changed, logs, 0
+        self._before = before
+        self.logs, self.size = logs, 0
 
     def steps(self, batches: Iterable[SizedBatch]) -> Iterator[Any]:
         """Run a step on every batch and yield its output.
@@ -86,6 +84,11 @@ class Visit:
     def prepared(self, batch: Any) -> Any:
         """Return a batch as steps take it."""
         return batch if self._prepare is None else self._prepare(batch)
+
+    def changed(self) -> set[str]:
+        """Names of the parameters, buffers and attributes that differ from the visit's start."""
+        assert self._before is not None, "a visit in place does not remember it"
+        return {path.removeprefix("self.") for path in self._before.changes()}
 
 
 @contextmanager
@@ -122,12 +125,10 @@ def visiting(
     """
     module = trainer.lightning_module
     logs, metrics = LogCollector() if logs is None else logs, metrics_of(module)
-    tensors, values = ModuleTensors(module), list[Tensor]()
+    before = None if in_place else Attributes(module, ignore=NOT_THE_USERS, tensors=True)
     with ExitStack() as stack:
-        if not in_place:
-            values = tensors.values()
-            stack.callback(tensors.write, values)
-            stack.callback(Attributes(module, ignore=NOT_THE_USERS).put_back)
+        if before is not None:
+            stack.callback(before.put_back)
         stack.callback(MetricStates(metrics).put_back)
         stack.enter_context(kept_apart(metrics))
         stack.enter_context(preserve_global_generators())
@@ -137,7 +138,7 @@ def visiting(
         stack.enter_context(logs.listening_to(module))
         if mode is not None:
             module.train(mode == "train")
-        yield Visit(trainer, kind, logs, partial(tensors.changed, values))
+        yield Visit(trainer, kind, logs, before)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Start of a run over a network, its log until the end, and the status of a network's sites and runs.
 
 The server's app writes the log of a run into a file of its own, which it holds locked as long as it lives. So
-Flower is asked for the status of the run only while nobody holds the file. Flower itself takes a minute to notice that
+This module asks Flower for the status of the run only while nobody holds the file. Flower itself takes a minute to notice that
 a program was killed.
 """
 
@@ -120,7 +120,7 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
 def _failure(log: Path, status: str, details: str) -> RoundFailure:
     if any(line.startswith(_EXPLAINED) for line in log.read_text().splitlines()):
         return RoundFailure(
-            "the run has failed for the reason above; --resume last goes on from its last whole round"
+            "the run has failed for the reason above; --resume last resumes from its last completed round"
         )
     if status == "finished:failed":
         return RunLost(f"the run was lost: {details}")

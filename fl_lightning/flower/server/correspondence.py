@@ -248,7 +248,7 @@ class Correspondence:
         return [line[0] for line in self._lines.values() if line]
 
     def _reply(self, came: bytes | None, asked: _Asked) -> Reply | None:
-        """Return the reply of a site to its order; None if the site is asked again."""
+        """Return the reply of a site to its order; None if the order was sent again."""
         site = asked.site
         found = self._read(site, came, digest(asked.sent))
         if found is None:
@@ -284,7 +284,7 @@ class Correspondence:
         return max(1.0, (asked.until or 0.0) - time.monotonic())
 
     def _read(self, site: str, came: bytes | None, name: str) -> Answer | str | None:
-        """Return the answer, or the reason that there is none; None if the site is asked again."""
+        """Return the answer, or the reason that there is none; None if the order was sent again."""
         if came is None:
             return None
         try:

@@ -37,7 +37,7 @@ from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.simulation import HiddenSum, add_seconds, no_cost
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost
 
-# a site is asked for as many ciphertexts at once as fit into an answer of this size, and for one at least
+# the server asks a site for as many ciphertexts at once as fit into an answer of this size, at least one
 MOST_BYTES = 32 * 2**20
 
 

@@ -153,7 +153,7 @@ def _shares_of(mechanism: Mechanism[Any]) -> NoiseShares:
 def _sums_of(protection: Protected | None, policy: Policy) -> SumsOverSites | None:
     if protection is not None and protection.over_sites is None:
         raise ConfigurationError(
-            f"federation.aggregator {type(protection).__name__} is simulated only as it is configured: this "
+            f"federation.aggregator {type(protection).__name__} is only simulated with its present options: this "
             "site would have to show updates to the server"
         )
     sums = None if protection is None else protection.over_sites

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation import (
-    ClientGroup,
+    CohortBatch,
     FitClients,
     Missing,
     Options,
@@ -88,7 +88,7 @@ class SiteRounds:
         self._order = order
         self.done = Done()
 
-    def train(self, group: ClientGroup) -> None:
+    def train(self, cohort: CohortBatch) -> None:
         """Train the clients of the current order, if any; those from Lightning's loader are ignored."""
         if self._order is not None:
             self._train(self._order)

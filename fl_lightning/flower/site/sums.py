@@ -324,7 +324,9 @@ class SiteVectors:
         asked = sorted(clients)
         opened = self._told["opened"].setdefault(who, asked)
         if opened != asked:
-            raise OrderRefused("sum", f"{who} opened the sum of {opened}, and is asked for {asked}")
+            raise OrderRefused(
+                "sum", f"{who} opened the sum of {opened}, and the server asks for {asked}"
+            )
         self.note()
 
     def count_opening(self) -> None:

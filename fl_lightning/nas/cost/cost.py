@@ -53,7 +53,8 @@ def of(
 ) -> Cost:
     """Exact cost of an architecture's network for one image.
 
-    For cells the cost is a sum over the space's cost table, for sizes a sum over blocks.
+    For cells the cost is a sum over the space's cost table, for sizes a sum over blocks. For other spaces the
+    network is built on the meta device and counted.
 
     Args:
         space: space of the architecture.
@@ -79,8 +80,9 @@ def of(
     shape = {"in_channels": in_channels, "num_classes": num_classes, **options}
     if isinstance(space, SizeSpace):
         return space.cost(architecture, side=side, **shape)
-    assert isinstance(space, CellSpace), "spaces are of cells or of sizes"
-    return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
+    if isinstance(space, CellSpace):
+        return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
+    return built_cost(space, architecture, side=side, **shape)
 
 
 def built_cost(space: Any, architecture: Architecture, *, side: int, **options: Any) -> Cost:

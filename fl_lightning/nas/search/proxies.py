@@ -338,5 +338,6 @@ def folder_batch(
     chosen = rows.select(torch.randperm(len(rows), generator=generator)[:batch_size])
     batch = chosen.images.float()
     if in_channels == 1:
-        batch = batch.mean(1, keepdim=True)
+        luminance = torch.tensor([0.299, 0.587, 0.114])
+        batch = (batch * luminance[:, None, None]).sum(1, keepdim=True)
     return (batch - batch.mean()) / batch.std().clamp_min(1e-6), chosen.targets

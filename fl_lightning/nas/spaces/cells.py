@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from fl_lightning.nas.spaces.space import Architecture, Decision, SearchSpace
+from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 # sizes: channels in, channels out, stride -> operation
 Candidate = Callable[[int, int, int], nn.Module]
@@ -184,11 +183,6 @@ class CellSpace(SearchSpace):
 
 class RowSpace(CellSpace):
     """Base of the spaces with one independent decision per row."""
-
-    @cached_property
-    def decisions(self) -> tuple[Decision, ...]:
-        """An operation for every row."""
-        return tuple(Decision(f"{row.cell} {row}", self.operations) for row in self.rows)
 
     @override
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:

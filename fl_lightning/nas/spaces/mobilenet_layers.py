@@ -21,7 +21,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.elastic import multiple_of_8
 from fl_lightning.nas.spaces.mobilenet import Block, InvertedResidual, MobileNet, small_mobilenet
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
 from fl_lightning.nas.spaces.stages import blocks_of, made
 
 BLOCKS = tuple(product((3, 5, 7), (3, 6)))
@@ -74,6 +74,12 @@ class MobileNetLayers(RowSpace):
             for stage in stages
             for layer in range(self.depth)
         )
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """An operation for every layer."""
+        names = (f"{row.cell} layer {row.target}" for row in self.rows)
+        return tuple(Decision(name, self.operations) for name in names)
 
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return input, 1, 2, …, output."""

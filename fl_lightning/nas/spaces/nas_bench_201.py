@@ -20,6 +20,7 @@ Nothing of the benchmark is part of this package.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,7 @@ from fl_lightning.nas.spaces.cells import (
     Zero,
     average_pool,
 )
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
 
 # in the order of the strings: node by node, its sources in order
 EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
@@ -78,6 +79,11 @@ class NASBench201(RowSpace):
     def rows(self) -> tuple[Row, ...]:
         """The six edges."""
         return tuple(Row("cell", *edge) for edge in EDGES)
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """An operation for every edge."""
+        return tuple(Decision(str(row), self.operations) for row in self.rows)
 
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return input, 1, 2, output."""
@@ -271,34 +277,38 @@ class NASBench201Table:
 
         path, space = Path(path), NASBench201()
         try:
-            table = pandas.read_csv(path, dtype=str, keep_default_na=False)
-        except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                reader = csv.DictReader(file)
+                lines = {reader.line_num: row for row in reader}  # noqa: B035 - it counts on
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ConfigurationError(
                 f"the table of NAS-Bench-201, {path}, cannot be read: {error}"
             ) from error
+        names = list(dict.fromkeys(reader.fieldnames or []))
+        table = pandas.DataFrame([*lines.values()], [*lines], names, dtype=str).fillna("")
         missing = [name for name in (CELL_COLUMN, *COLUMNS.values()) if name not in table]
         if missing or not len(table):
             what = f"lacks the columns {', '.join(missing)}" if missing else "has no cells"
             raise ConfigurationError(f"{path} {what}; its first line has: {', '.join(table)}")
         rows: dict[Architecture, int] = {}
-        for row, text in enumerate(table[CELL_COLUMN]):
+        for line, text in table[CELL_COLUMN].items():
             try:
                 cell = space.parse(text)
             except ConfigurationError as error:
-                raise ConfigurationError(f"{path}, line {row + 2}: {error}") from None
+                raise ConfigurationError(f"{path}, line {line}: {error}") from None
             if cell in rows:
-                raise ConfigurationError(f"{path}, line {row + 2}: {cell} is there twice")
-            rows[cell] = row
+                raise ConfigurationError(f"{path}, line {line}: {cell} is there twice")
+            rows[cell] = len(rows)
         accuracies: dict[DataSet, np.ndarray] = {}
         for name, column in COLUMNS.items():
-            values = pandas.to_numeric(table[column], errors="coerce").to_numpy(dtype=float)
-            wrong = np.flatnonzero(~((values >= 0) & (values <= 100)))
+            values = pandas.to_numeric(table[column], errors="coerce")
+            wrong = table[column][~values.between(0, 100)]
             if len(wrong):
                 raise ConfigurationError(
-                    f"{path}, line {wrong[0] + 2}: {column} must be a number from 0 to 100, got "
-                    f"{table[column][wrong[0]]!r}"
+                    f"{path}, line {wrong.index[0]}: {column} must be a number from 0 to 100, got "
+                    f"{wrong.iloc[0]!r}"
                 )
-            accuracies[name] = values
+            accuracies[name] = values.to_numpy(dtype=float)
         return cls(path, rows, accuracies)
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ def new_run_id() -> str:
 
 
 class ProtocolStage(IntEnum):
-    """Stages of the protocol, named by what clients send; rounds 0 to 4 of the paper."""
+    """Stages of the protocol, named by the clients' messages; rounds 0 to 4 of the paper."""
 
     ADVERTISE = 0
     SHARE = 1

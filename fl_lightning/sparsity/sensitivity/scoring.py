@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.modules import modes_kept
@@ -149,14 +148,18 @@ def map_batch(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         >>> map_batch(lambda tensor: tensor + 1, {"x": torch.zeros(2)})
         {'x': tensor([1., 1.])}
     """
-    leaves, form = tree_flatten(batch)
-    others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
-    if others:
-        raise ConfigurationError(
-            f"batches to score are tensors in tuples, lists or dicts, this one holds a {others[0]}. "
-            "Leave it out in the loader's collate_fn."
-        )
-    return tree_unflatten(list(map(function, leaves)), form)
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, (list, tuple)):
+        parts = [map_batch(function, part) for part in batch]
+        # the constructor of a named tuple takes one argument per part
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if isinstance(batch, dict):
+        return {key: map_batch(function, part) for key, part in batch.items()}
+    raise ConfigurationError(
+        f"batches to score are tensors in tuples, lists or dicts, this one holds a "
+        f"{type(batch).__name__}. Leave it out in the loader's collate_fn."
+    )
 
 
 def batch_size(batch: Any) -> int:
@@ -165,8 +168,13 @@ def batch_size(batch: Any) -> int:
     Raises:
         ConfigurationError: if they are not of one length.
     """
-    leaves = tree_leaves(map_batch(lambda tensor: tensor, batch))
-    sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
+    sizes: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.add(tensor.shape[0] if tensor.ndim else -1)
+        return tensor
+
+    map_batch(note, batch)
     if len(sizes) != 1 or -1 in sizes:
         raise ConfigurationError(
             "all tensors of a batch have an entry per example on their first axis; here the "

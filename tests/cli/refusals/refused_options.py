@@ -148,7 +148,7 @@ def trainer() -> Iterator[Row]:
         min_epochs=("many", 1.5, -1),
         max_steps=("many", 1.5, -2),
         min_steps=("many", 1.5, -1),
-        max_time=("soon", "1:2:3", {"decades": 1}, {"hours": -1}, -1),
+        max_time=("soon", "1:2:3", {"decades": 1}, {"hours": 0}, {"hours": 1e20}, {}, -1),
         limit_train_batches=share,
         limit_val_batches=share,
         limit_test_batches=share,
