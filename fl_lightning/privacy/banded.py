@@ -313,7 +313,7 @@ class CorrelatedSums:
         return row
 
     def advance(self) -> None:
-        """Go on to the following row; the round of the last one stands."""
+        """Advance to the following row, after a round that stands."""
         if self._pending is None:
             return
         (total, row), kept = self._pending, self._whole.shape[1] - 1
