@@ -287,7 +287,7 @@ class CorrelatedSums:
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def next(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the next row, float64 of shape (k,), in steps of G; `advance` goes on to the one after it.
+        """Return the next row, float64 of shape (k,), in steps of G; `advance` moves to the one after it.
 
         Args:
             total: row of G, int64, shape (k,).
