@@ -95,8 +95,11 @@ def check_values(configuration: Any) -> None:
 
 def _check_time(value: Any) -> None:
     is_text = isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value)
-    with suppress(TypeError):  # of a mapping with other names, and of everything else
-        if value is None or is_text or isinstance(value, timedelta) or timedelta(**value).days >= 0:
+    if value is None or is_text or isinstance(value, timedelta):
+        return
+    # of a mapping with other names or numbers, and of everything else
+    with suppress(TypeError, ValueError, OverflowError):
+        if timedelta(**value) > timedelta(0):
             return
     raise ConfigurationError(
         "trainer.max_time must be a time such as 00:12:00:00 (days, hours, minutes, seconds), or a "

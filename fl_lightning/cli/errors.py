@@ -112,7 +112,10 @@ def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
 
 
 # words ahead of Lightning's own message, where that lacks the option's name or the allowed values
+_DEVICES = "devices must be auto, -1 for all, at least 1, or a list of different ones: "
 _ADDED = (
+    ("`Trainer(devices=", _DEVICES),
+    ("`devices` selected", _DEVICES),
     ("No supported gpu", "accelerator must be cpu or auto on this machine: "),
     ("Found more than one stateful callback", "callbacks must hold one of a kind at most: "),
 )
@@ -252,8 +255,8 @@ def explain(error: BaseException) -> str | None:
     Example:
         >>> explain(ConfigurationError("fraction must be in (0, 1], got 1.5"))
         'fraction must be in (0, 1], got 1.5'
-        >>> explain(KeyError("a bug")) is None
-        True
+        >>> explain(KeyError("a bug")), explain(RuntimeError("Invalid buffer size: 20.00 GB"))
+        (None, None)
     """
     for cause in causes(error):  # the parser wraps what a class raises while it is built
         if isinstance(cause, _TOLD_IN_A_SENTENCE):
@@ -264,19 +267,21 @@ def explain(error: BaseException) -> str | None:
         return f"{error.filename or 'a file of the run'} could not be written: {error.strerror}"
     if isinstance(error, UnpicklingError):
         return "ckpt_path: the file is no checkpoint of Lightning, or a damaged one"
-    return _by_text(" ".join(str(error).split()))
+    return _by_text(error)
 
 
-def _by_text(text: str) -> str | None:
+def _by_text(error: BaseException) -> str | None:
     """Return a sentence for errors of PyTorch and Lightning that are recognised by their text; else None."""
+    text = " ".join(str(error).split())
     if text.startswith("Error(s) in loading state_dict"):
         return (
             "the checkpoint belongs to another model: resume with the model that wrote it, or start "
             f"without ckpt_path. {shortened(text.partition(': ')[2], most=200)}"
         )
-    if _REFUSED_BY_OPTIMIZER.match(text):
+    is_value = isinstance(error, ValueError)
+    if is_value and _REFUSED_BY_OPTIMIZER.match(text):
         return f"the optimizer refuses one of its options: {text}"
-    if "`val_check_interval`" in text:
+    if is_value and "`val_check_interval`" in text:
         return f"trainer.val_check_interval: {text}"
     return text if text.startswith("Early stopping conditioned on metric") else None
 

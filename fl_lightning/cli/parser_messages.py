@@ -23,6 +23,7 @@ from lightning.pytorch import callbacks
 
 from fl_lightning.cli.checks import imported
 from fl_lightning.cli.names import did_you_mean, no_such_class, paths, where_listed
+from fl_lightning.core.kinds import accepts
 from fl_lightning.core.public_names import public_paths
 from fl_lightning.reports.layout import close_to
 
@@ -213,7 +214,7 @@ def _of_type(found: Complaint) -> str:
     must = f"{found.path} must be {' or '.join(allowed)}{shown}"
     if takes_class and is_foreign:  # which means others by the name
         return f"{must}. Give the class that {found.owner} takes with its module: my_module.MyClass"
-    return f"{must}. {_close_class(found.path, given or '')}" if takes_class else must
+    return f"{must}. {_close_class(found, given or '')}" if takes_class else must
 
 
 def _allowed(reasons: Iterable[str]) -> list[str]:
@@ -235,10 +236,16 @@ def _class_in_words(reasons: Iterable[str], given: str) -> str:
     return f"{what}{kind}, {with_} class_path and init_args"
 
 
-def _close_class(path: str, given: str) -> str:
+def _close_class(found: Complaint, given: str) -> str:
     """Suggest the class of this package, or Lightning's callback, whose name is like that of a value."""
+    path, owner = found.path, None
+    if found.class_path.startswith("fl_lightning."):
+        owner = imported(found.class_path)
     block, _, option = path.replace(".init_args", "").partition(".")
     known = {**(paths(block, option) or public_paths())}
+    if owner is not None and not paths(block, option):
+        own = re.split(r"\W", path.rpartition("init_args.")[2])[0]
+        known = {name: known[name] for name in known if accepts(owner.__init__, own, name)}
     if option == "callbacks":
         known |= {name: f"lightning.pytorch.callbacks.{name}" for name in callbacks.__all__}
     is_spec = re.search(_CLASS_PATH, given)

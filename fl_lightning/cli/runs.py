@@ -64,7 +64,7 @@ def how_to_resume(folders: Iterable[Path]) -> str:
     """Return a sentence that names the last checkpoint of an interrupted fit and the options that resume it."""
     newest = next(filter(None, map(newest_checkpoint, folders)), None)
     if newest is None:
-        return "without a checkpoint: start again without ckpt_path"
+        return "without a checkpoint: start again with the same command"
     path = shown_path(str(newest))
     return (
         f"{saved_after(path)}, which is saved: go on with the same command and --ckpt_path {path}"

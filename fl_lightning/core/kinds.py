@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache, wraps
+from importlib import import_module
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import PurePath
@@ -113,6 +114,18 @@ write rounds=3
     ]
     if problems:
         raise ConfigurationError("\n".join(problems))
+
+
+def accepts(function: Callable[..., Any], option: str, name: str) -> bool:
+    """Return whether an option may take objects of an exported class.
+
+    Args:
+        function: function with annotations, such as a constructor.
+        option: name of the parameter; True for one without a readable annotation.
+        name: short name of the class.
+    """
+    allowed = _allowed(function).get(option)
+    return allowed is None or _is_accepted(name, allowed)
 
 
 @cache
@@ -221,12 +234,23 @@ def _of_class(value: Any) -> str:
     return f"an object of the class {type(value).__name__}"
 
 
+def _is_accepted(name: str, allowed: Sequence[Any]) -> bool:
+    """Return whether objects of an exported class may fit one of the types; base classes decide."""
+    package, _, name = public_paths()[name].rpartition(".")
+    found = getattr(import_module(package), name)
+    inner = [one for kind in allowed for entry in _entries(kind) for one in _alternatives(entry)]
+    kinds = [get_origin(kind) or kind for kind in (*allowed, *inner)]
+    bases = [kind for kind in kinds if inspect.isclass(kind) and kind not in _IN_WORDS]
+    are_classes = inspect.isclass(found) and not any(map(is_protocol, bases))
+    return not are_classes or any(issubclass(found, base) for base in bases)
+
+
 def _instead(name: str, value: Any, allowed: Sequence[Any]) -> str:
     """Return the call that the user should write, or "" if unknown."""
     if inspect.isclass(value):
         return f": write {name}={value.__name__}(…)"
     is_list = any(map(_entries, allowed))
-    if isinstance(value, str) and value in public_paths():
+    if isinstance(value, str) and value in public_paths() and _is_accepted(value, allowed):
         package = public_paths()[value].rpartition(".")[0]
         made = f"[{value}(…)]" if is_list else f"{value}(…)"
         return f": write {name}={made}, from {package} import {value}"

@@ -27,7 +27,6 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.engine import make_url
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
@@ -101,8 +100,14 @@ def _without_password(where: str) -> str:
     Example:
         >>> _without_password("postgresql://me:secret@host/study")
         'postgresql://me:***@host/study'
+        >>> _without_password("no-driver://me:sec@ret@host:port/study")
+        'no-driver://me:***@host:port/study'
     """
-    return make_url(where).render_as_string() if "://" in where else where
+    scheme, _, rest = where.partition("://")
+    user, at, host = rest.rpartition("@")
+    if not at or ":" not in user:
+        return where
+    return f"{scheme}://{user.partition(':')[0]}:***@{host}"
 
 
 def _identity(search: Search, plan: Plan) -> dict[str, Any]:

@@ -44,9 +44,10 @@ def place_of(configuration: Mapping[str, Any], path: str) -> Place:
     """
     keys: list[str | int] = []
     words = path.split(".")
+    last = len(words) - 1
     for number, word in enumerate(words):
         node, owner = value_at(configuration, keys), ".".join(words[:number])
-        inner = _keys(node, word, may_be_new=bool(owner) and word is words[-1])
+        inner = _keys(node, word, may_be_new=0 < number == last)
         if inner is None:
             raise ConfigurationError(f"space: {path}: {_what_is_there(node, word, owner)}")
         keys += inner

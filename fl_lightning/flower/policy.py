@@ -42,6 +42,7 @@ from fl_lightning.flower.documents import Positive, errors_in
 from fl_lightning.flower.layers import laid_over, shared_part, without_callbacks
 from fl_lightning.flower.messages import Site
 from fl_lightning.flower.site.ledger import PrivacyBudget
+from fl_lightning.flower.transport.resident import check_socket_path
 
 __all__ = ["Policy", "Refused"]
 
@@ -65,6 +66,19 @@ def _check_clients(what: str, clients: Any) -> None:
 def _check_path(what: str, path: Any) -> None:
     if not isinstance(path, str | Path) or not str(path):
         raise MessageError(f"{what} must be a path, got {shown(path)}")
+
+
+def _check_socket(what: str, path: Any) -> None:
+    _check_path(what, path)
+    try:
+        check_socket_path(Path(path))
+    except ConfigurationError as error:
+        raise MessageError(str(error)) from None
+
+
+def _check_text(what: str, text: Any) -> None:
+    if type(text) is not str or not text:
+        raise MessageError(f"{what} must be a text that is not empty, got {shown(text)}")
 
 
 def _check_key_file(what: str, file: Any) -> None:
@@ -116,13 +130,13 @@ class Policy:
 
     name: Site
     clients: Annotated[Mapping[int, int], _check_clients]
-    socket: Annotated[Path, _check_path]
+    socket: Annotated[Path, _check_socket]
     memory: Annotated[Path, _check_path]
     server: str = ""
     fewest_in_secure_sum: Annotated[int, partial(check_whole, least=2)] = 3
     most_epsilon: PrivacyBudget | None = None
     log_unprotected: bool = False
-    metrics: tuple[str, ...] = ("*",)
+    metrics: tuple[Annotated[str, _check_text], ...] = ("*",)
     most_bytes: Positive = 2_000_000_000
     most_steps: Positive = 100_000
     most_parameters: Positive = 2_000_000_000

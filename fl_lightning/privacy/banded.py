@@ -102,6 +102,10 @@ class BandedGaussian(Mechanism["BandedMatrixDP"]):
         """Return the sum of the round with the next row of the correlated noise."""
         return self._sums.next(total, noise)
 
+    @override
+    def stepped(self) -> None:
+        self._sums.advance()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the last rows of sums and of released sums."""
         return self._sums.state_dict()
@@ -257,8 +261,12 @@ class CorrelatedSums:
         >>> sums = CorrelatedSums(banded_factor(3, bands=2), stddev=1e6, largest=1e3)
         >>> rows = torch.tensor([[5], [7], [-2]])
         >>> nothing = torch.zeros(1, dtype=torch.int64)
-        >>> torch.cat([sums.next(row, nothing) for row in rows]).round().tolist()
-        [5.0, 7.0, -2.0]
+        >>> for row in rows:
+        ...     print(sums.next(row, nothing).round().tolist())
+        ...     sums.advance()
+        [5.0]
+        [7.0]
+        [-2.0]
     """
 
     def __init__(self, columns: Matrix, stddev: float, largest: float) -> None:
@@ -276,9 +284,10 @@ class CorrelatedSums:
         self._index = 0
         self._sums: list[Tensor] = []  # rows of G, the newest first
         self._released: list[Tensor] = []
+        self._pending: tuple[Tensor, Tensor] | None = None
 
     def next(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the next row, float64 of shape (k,), in steps of G.
+        """Return the next row, float64 of shape (k,), in steps of G; `advance` moves to the one after it.
 
         Args:
             total: row of G, int64, shape (k,).
@@ -300,10 +309,16 @@ class CorrelatedSums:
         for back, before in enumerate(self._released, start=1):
             row -= before * self._entry(back)
         row /= self._entry(0)
-        self._index += 1
-        kept = self._whole.shape[1] - 1
-        self._sums, self._released = sums[:kept], [row, *self._released][:kept]
+        self._pending = total, row
         return row
+
+    def advance(self) -> None:
+        """Advance to the following row, after a round that stands."""
+        if self._pending is None:
+            return
+        (total, row), kept = self._pending, self._whole.shape[1] - 1
+        self._sums, self._released = [total, *self._sums][:kept], [row, *self._released][:kept]
+        self._index, self._pending = self._index + 1, None
 
     def _entry(self, back: int) -> float:
         return float(self._whole[self._index - back, back] / self.scale)
@@ -319,3 +334,4 @@ class CorrelatedSums:
         assert isinstance(sums, list)
         assert isinstance(released, list)
         self._index, self._sums, self._released = index, list(sums), list(released)
+        self._pending = None

@@ -127,9 +127,12 @@ class Mechanism(Accounted[P]):
 
         Args:
             total: sum of the clipped updates in steps, int64, shape (k,); 0 in an aborted round.
-            noise: noise of the round from `server_noise`, requested once per round, in order.
+            noise: noise of the round from `server_noise`; rounds come in order.
         """
         return wide(total + noise)
+
+    def stepped(self) -> None:
+        """Count the released sum as the round's; without this call the round is released anew."""
 
 
 @dataclass(frozen=True, kw_only=True)

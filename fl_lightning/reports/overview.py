@@ -46,7 +46,8 @@ class RunOverview(Callback):
             return
         for name, fact in facts_of(trainer, pl_module):
             rank_zero_info(f"{name}: {fact}")
-        if folder is not None:
+        is_dry = any(isinstance(each, DryRun) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        if folder is not None and not is_dry:  # which is removed at its end
             path = str(trainer.ckpt_path or "")
             resumed = f", resumed from {shown_path(path)} {saved_after(path)}".rstrip()
             rank_zero_info(f"run: {shown_path(folder)}{resumed if path else ''}")

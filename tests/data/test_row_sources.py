@@ -183,6 +183,22 @@ class TestTable:
         assert source.test_set.gather(torch.arange(3))[0].tolist() == [[0.0, 0.0]] * 3
         assert len(source.train_set) + len(source.val_set) == 20
 
+    def test_categories_of_pandas_are_strings(self, flats, pandas):
+        views = pandas.CategoricalDtype(["yard", "sea", *map(str, range(1500))], ordered=True)
+        one, other = (
+            ready(Table(table, "rent", features=["view"], seed=0))
+            for table in (flats, flats.astype({"view": views}))
+        )
+        assert other.feature_names == one.feature_names == ("view=sea", "view=yard")
+        assert all(map(torch.equal, all_rows(one), all_rows(other)))
+
+    def test_only_training_rows_limit_the_categories(self, flats, pandas):
+        many = pandas.DataFrame({"city": [*map(str, range(1500)), "Como"], "rent": 0.5})
+        times = pandas.DataFrame({"city": pandas.to_datetime(["2020-01-01"]), "rent": 0.5})
+        source = ready(Table(flats, "rent", features=["city"], val=many, test=times))
+        assert source.val_set.gather(torch.tensor([0, 1500]))[0].tolist() == [[0, 0], [0, 1]]
+        assert source.test_set.gather(torch.tensor([0]))[0].tolist() == [[0, 0]]
+
     def test_missing_numbers_are_refused_or_replaced(self, flats, pandas):
         holes = flats.assign(area=[None, *flats["area"][1:]], view=[None, *flats["view"][1:]])
         refused(lambda: Table(holes, "rent"), "'area'", "1 of 20", "set missing")

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule
+from fl_lightning.data.client_examples import LabelFlip
 from fl_lightning.data.roles import partners
 from fl_lightning.data.shards import FlatShards
 
@@ -50,6 +51,20 @@ def test_halves_are_disjoint_and_cover_what_the_client_trains_on(fraction):
         assert not own & others
         assert own | others == set(plain.clients[client].tolist())
         assert len(batch["search"][1]) == len(batch["train"][1]) == len(mine)
+
+
+def test_attackers_poison_the_same_examples_as_without_a_search():
+    data, plain = federated(search_fraction=0.25), federated()
+    found = []
+    for module in (data, plain):
+        module.poison([0, 2], LabelFlip(2, share=0.5), seed=0)
+        batch = module.train_batch(module.train_indices)
+        halves = batch.values() if module is data else [batch]
+        inputs, labels = (torch.cat(parts) for parts in zip(*halves, strict=True))
+        numbers = inputs[:, 0].div(2).long()
+        found.append(set(numbers[labels != numbers % 2].tolist()))
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
 
 
 @example(sizes=[3, 7], fraction=0.5)

@@ -15,6 +15,7 @@ from fl_lightning.nas.cost.cost import cost_table
 from fl_lightning.nas.cost.count import Cost, count
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
+from fl_lightning.nas.spaces.space import Decision, SearchSpace
 
 SPACE = NASBench201()
 NASLIB = ROOT.parent / "shared" / "data" / "nasbench201_flops_params_725.json"
@@ -135,11 +136,15 @@ def test_what_has_no_cost_is_refused():
 
 
 def test_other_spaces_are_built_and_counted():
-    class Widths:
+    class Widths(SearchSpace):
+        name = "widths"
+        decisions = (Decision("width", ("1", "2")),)
+
         def build(self, architecture, *, num_classes, in_channels):
             return nn.Sequential(nn.Flatten(), nn.Linear(16 * in_channels, num_classes))
 
-    built = cost.built_cost(Widths(), None, side=4, num_classes=5, in_channels=2)
+    space = Widths()
+    built = cost.of(space, space.architecture([0]), side=4, num_classes=5, in_channels=2)
     assert built == Cost(32 * 5 + 5, 32 * 5 + 5, 5)
 
 

@@ -32,6 +32,10 @@ class Mixed(nn.Module):
 def test_there_are_seven_operations_on_twenty_layers():
     assert SPACE.operations == ("k3e3", "k3e6", "k5e3", "k5e6", "k7e3", "k7e6", SKIP)
     assert (SPACE.num_rows, SPACE.size) == (20, 7**20)
+    assert [decision.name for decision in TINY.decisions][1:3] == [
+        "stage 1 layer 2",
+        "stage 2 layer 1",
+    ]
 
 
 def test_rows_stand_in_order_with_the_shapes_of_the_stages():

@@ -25,6 +25,7 @@ class Scaled(nn.Module):
 def test_all_strings_round_trip_and_tell_cells_apart():
     cells = list(SPACE.enumerate())
     assert len(cells) == SPACE.size == 5**6
+    assert [decision.name for decision in SPACE.decisions][:3] == ["0→1", "0→2", "1→2"]
     assert len({str(cell) for cell in cells}) == len(cells)
     assert all(SPACE.parse(str(cell)) == cell for cell in cells)
 

@@ -52,7 +52,7 @@ def test_cells_that_the_table_lacks_are_refused(table):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([], "cannot be read"),
+        ([], "lacks the columns"),
         ([HEADER.replace("CIFAR100", "cifar100"), *ROWS], "lacks the columns CIFAR100TestAcc"),
         ([HEADER], "has no cells"),
         ([HEADER, *ROWS, ROWS[1]], "line 7: |skip_connect~0|+"),
@@ -61,12 +61,21 @@ def test_cells_that_the_table_lacks_are_refused(table):
         ([HEADER, ROWS[0].replace("10.0", "nan")], "must be a number from 0 to 100, got 'nan'"),
         ([HEADER, ROWS[0].replace("10.0", "101")], "must be a number from 0 to 100, got '101'"),
         ([HEADER, ROWS[0].replace("none~1", "non~1")], "line 2: not an architecture"),
+        ([HEADER, "", ROWS[0], "", ROWS[1].replace("54.5", "many")], "line 5: CIFAR10TestAccuracy"),
+        ([HEADER, "", ROWS[0], "", ROWS[0]], "line 5: |none~0|"),
     ],
 )
 def test_a_malformed_file_is_refused_with_the_place(tmp_path, lines, said):
     with pytest.raises(ConfigurationError) as refused:
         NASBench201Table.read(written(tmp_path, *lines))
     assert said in str(refused.value)
+
+
+def test_empty_lines_and_a_field_more_change_nothing(tmp_path, table):
+    lines = [HEADER, "", *(f"{row},7" for row in ROWS), "", ""]
+    found = NASBench201Table.read(written(tmp_path, *lines))
+    assert found.rows == table.rows
+    assert [found.lookup(cell) for cell in CELLS] == [table.lookup(cell) for cell in CELLS]
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):

@@ -151,6 +151,17 @@ def test_a_batch_of_a_folder_has_its_images_in_one_scale(tmp_path, in_channels):
         folder_batch(tmp_path / "images", 4, side=6, in_channels=in_channels, num_classes=1, seed=0)
 
 
+def test_grey_images_are_the_luminance(tmp_path):
+    write_folder(tmp_path, "images", ["a", "b"], 3, size=(8, 8))
+    grey, color = (
+        folder_batch(tmp_path / "images", 6, side=8, in_channels=channels, num_classes=2, seed=0)[0]
+        for channels in (1, 3)
+    )
+    luminance = 0.299 * color[:, 0] + 0.587 * color[:, 1] + 0.114 * color[:, 2]
+    expected = (luminance - luminance.mean()) / luminance.std()
+    assert torch.allclose(grey[:, 0], expected, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not TABLE.exists(), reason="needs the benchmark's table")
 def test_proxies_rank_cells_as_training_does():

@@ -247,6 +247,52 @@ def test_clients_keep_an_alpha_each():
     assert not torch.equal(weights(module), weights(supernet()))
 
 
+class ByBatch(Supernet):
+    """Evaluates all networks by the statistics of their batches."""
+
+    def recalibrate(self):
+        self._sums = {}
+
+
+def test_a_clients_own_cell_is_not_evaluated_by_statistics_of_the_global_one():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(60, 3, 8, 8, generator=generator)
+    examples = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
+
+    class Images(LoaderData):
+        def val_dataloader(self):
+            return DataLoader(examples, batch_size=30)
+
+    found = []
+    for kind in (Supernet, ByBatch):
+        source = FederatedDataModule(
+            Images(DataLoader(examples, batch_size=5)),
+            num_clients=2,
+            search_fraction=0.4,
+            client_val_fraction=0.3,
+            seed=0,
+        )
+        seed_everything(0, verbose=False)
+        module = kind(
+            NASBench201(),
+            num_classes=2,
+            image_size=8,
+            channels=4,
+            cells=1,
+            architecture_optimizer=lambda p: torch.optim.Adam(p, lr=1.0),
+            architecture_state="clients",
+            seed=0,
+        )
+        evaluation = ClientEvaluation()
+        personal = Personal(parameters=["alpha", "kept_state"])
+        trainer = toy_trainer(evaluation, Federation(seed=4, personal=personal), max_epochs=1)
+        trainer.fit(module, datamodule=source)
+        found.append(evaluation.per_client)
+    for client, values in found[0].items():
+        assert values["personal/val/loss"] == found[1][client]["personal/val/loss"]
+        assert values["val/loss"] != found[1][client]["val/loss"]
+
+
 def test_the_server_steps_no_alpha_of_clients_own():
     with pytest.raises(ConfigurationError, match="alpha, which is personal"):
         search(personal=Personal(parameters=["alpha"]))

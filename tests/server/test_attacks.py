@@ -156,17 +156,24 @@ class TestPoison:
         return changed_reader(read, attackers, change, "attackers.poison")
 
     def test_only_attackers_examples_change(self):
-        chosen = poisoned_examples([self.shards], [1], 1.0, 8, seed=0)
+        chosen = poisoned_examples(self.shards, [1], 1.0, 8, seed=0)
         assert chosen.tolist() == [-1, 1, -1, 1, -1, -1, -1, -1]
         images, labels = self.reader(self.read, chosen, LabelFlip(10))(torch.tensor([3, 0, 7]))
         assert labels.tolist() == [6, 0, 7]
         assert torch.equal(images, self.read(torch.tensor([3, 0, 7]))[0])
 
     def test_a_share_of_them_may_change(self):
-        chosen = poisoned_examples([self.shards], [0, 2], 0.5, 8, seed=0)
+        chosen = poisoned_examples(self.shards, [0, 2], 0.5, 8, seed=0)
         assert (chosen[[0, 2, 4, 6]] == 0).sum() == 2
         assert (chosen[[5, 7]] == 2).sum() == 1
         assert (chosen[[1, 3]] == -1).all()
+
+    def test_attackers_may_share_examples_among_themselves(self):
+        shards = FlatShards.of([np.array([0, 1]), np.array([1, 2]), np.array([2, 3])])
+        chosen = poisoned_examples(shards, [0, 1, 2], 1.0, 4, seed=0)
+        assert (chosen >= 0).all()
+        with pytest.raises(ConfigurationError, match="example 2 is in shards of attackers and of"):
+            poisoned_examples(shards, [0, 1], 1.0, 4, seed=0)
 
     def test_a_trigger_is_a_patch_and_a_class(self):
         attackers = torch.where(torch.arange(8) == 3, 1, -1)

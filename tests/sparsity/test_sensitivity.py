@@ -227,6 +227,17 @@ def test_batches_of_any_form():
     batch = {"inputs": {"x": x}, "target": y}
     scores = EmpiricalFisher(lambda batch: batch["target"], scoring)(module, [batch])
     assert largest_difference(scores, EmpiricalFisher()(module, [(x, y)])) == 0
+
+    class Inputs(dict):
+        pass
+
+    class Batch(list):
+        pass
+
+    own = Batch([Inputs(x=x), y])
+    form = Scoring(logits=lambda module, batch: module(batch[0]["x"]), memory_limit=1)
+    scores = EmpiricalFisher(lambda batch: batch[1], form)(module, [own])
+    assert largest_difference(scores, EmpiricalFisher()(module, [(x, y)])) < 1e-6
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     shared = ExactFisher()(tied, [x])

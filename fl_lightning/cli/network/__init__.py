@@ -6,7 +6,6 @@ Each subcommand is a function below; the function's arguments are the subcommand
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -143,7 +142,7 @@ def serve(*, folder: str, bind: str = "127.0.0.1", control_port: PositiveInt | N
         _say("         server and all sites run code, and register keys. Never open it to others")
         _say(f"logs:    {served.server / 'log'}")
         _say(f"next:    fl-lightning network run --folder {served.folder} --config run.yaml")
-        threading.Event().wait()
+        supervisor.wait()
 
 
 def join(*, folder: str, site: str | None = None) -> None:

@@ -192,7 +192,8 @@ class PrivateRounds(PrivateStage):
         self._next_norm = adaptive.next_norm(self._clip_norm, share)
 
     def stepped(self, params: Tensor) -> None:
-        """Set the clip norm of the next round."""
+        """Set the clip norm of the next round; noise that later rounds subtract is that of this one."""
+        self.mechanism.stepped()
         self._clip_norm = self._next_norm
 
     def close(self, record: RoundRecord) -> None:

@@ -173,6 +173,8 @@ def check_server(address: str, certificate: Path) -> float:
     try:
         connection.request("GET", "/")  # the gate refuses it, with a date
         told = parsedate_to_datetime(connection.getresponse().headers["Date"])
+        # a date in no known zone is no date to subtract
+        return (datetime.now(UTC) - told).total_seconds()
     except ssl.SSLCertVerificationError as error:
         raise ConfigurationError(_about_certificate(error, address, certificate)) from None
     except ssl.SSLError as error:
@@ -187,7 +189,6 @@ def check_server(address: str, certificate: Path) -> float:
         raise ConnectionError(f"{address} does not answer as a server of a network does") from None
     finally:
         connection.close()
-    return (datetime.now(UTC) - told).total_seconds()
 
 
 def _about_certificate(error: ssl.SSLCertVerificationError, address: str, certificate: Path) -> str:

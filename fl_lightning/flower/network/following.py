@@ -110,15 +110,21 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
     except Interrupted:
         control.stop(run)
         raise
+    if rest.strip():  # a last line that no newline ends
+        say(_COLOURS.sub("", rest).rstrip())
     status, details = state
+    if status != "finished:completed":
+        raise _failure(log, status, details)
+
+
+def _failure(log: Path, status: str, details: str) -> RoundFailure:
     if any(line.startswith(_EXPLAINED) for line in log.read_text().splitlines()):
-        raise RoundFailure(
+        return RoundFailure(
             "the run has failed for the reason above; --resume last resumes from its last completed round"
         )
     if status == "finished:failed":
-        raise RunLost(f"the run was lost: {details}")
-    if status != "finished:completed":
-        raise RoundFailure(f"the run has ended as {status.partition(':')[2]}: {details}")
+        return RunLost(f"the run was lost: {details}")
+    return RoundFailure(f"the run has ended as {status.partition(':')[2]}: {details}")
 
 
 def _states(control: Control, run: str, log: TextIO) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -268,9 +267,9 @@ def join(site: SiteFolder, say: Callable[[str], None]) -> None:
         ConfigurationError: if the server is not the one of the site's network.
     """
     wait_for_server(site.server, site.folder / "ca.crt", PAUSE, say=say)
-    with Supervisor(site_programs(site, say)):
+    with Supervisor(site_programs(site, say)) as supervisor:
         say(f"{site.name} runs, for the server at {site.server}. Logs: {site.folder / 'log'}")
-        threading.Event().wait()
+        supervisor.wait()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -12,10 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 from fl_lightning.core.processes import tied
 
+log = logging.getLogger(__name__)
 _GRACE = 10.0
 _LONGEST_PAUSE, _LONG_LIFE = 30.0, 60.0
 _MOST_WORDS = 20_000
@@ -74,8 +77,17 @@ class Program:
     def __post_init__(self) -> None:
         self._starting, self._is_over = threading.Lock(), threading.Event()
         # the system ends a process with the thread that has started it
-        self._thread = threading.Thread(target=self._keep_running, daemon=True, name=self.name)
-        self.start = self._thread.start
+        self._thread = threading.Thread(target=self._supervise, daemon=True, name=self.name)
+        self._errors = queue.SimpleQueue[Exception]()
+
+    def start(self, errors: queue.SimpleQueue[Exception]) -> None:
+        """Start the program, and keep it running.
+
+        Args:
+            errors: gets the error that ends the supervision, if one does.
+        """
+        self._errors = errors
+        self._thread.start()
 
     def ask_to_end(self) -> None:
         """Send SIGTERM, and start the program no more."""
@@ -87,10 +99,17 @@ class Program:
     def end(self, seconds: float) -> None:
         """Wait for the end, for some seconds; then kill the program and its children."""
         self._thread.join(seconds)
-        if self.process is not None:
+        if (process := self.process) is not None:
+            _kill_group(process)
             self._note("does not end: killed")
-            _kill_group(self.process)
             self._thread.join()
+
+    def _supervise(self) -> None:
+        try:
+            self._keep_running()
+        except Exception as error:  # the main thread raises it
+            log.exception("%s is no longer supervised", self.name)
+            self._errors.put(error)
 
     def _keep_running(self) -> None:
         times = 0
@@ -149,6 +168,7 @@ class Supervisor:
 
     def __init__(self, programs: Sequence[Program] = ()) -> None:
         self._programs, self._first = list[Program](), programs
+        self._errors = queue.SimpleQueue[Exception]()
 
     def __enter__(self) -> Self:
         for program in self._first:
@@ -168,7 +188,11 @@ class Supervisor:
     def add(self, program: Program) -> None:
         """Start a program, and keep it running."""
         self._programs.append(program)
-        program.start()
+        program.start(self._errors)
+
+    def wait(self) -> NoReturn:
+        """Wait until a program can no longer be supervised, and raise the reason."""
+        raise self._errors.get()
 
     def process(self, name: str) -> int | None:
         """Return the process id of a program; None between an end and the next start."""

@@ -10,7 +10,10 @@ The request is an order, or asks for the state. The system closes the connection
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import socket
+import struct
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Client, Connection
@@ -50,6 +53,7 @@ class Channel(Protocol):
 
 ORDER, STATE, FAILED = b"O", b"S", b"F"
 LARGEST = 2**33
+SILENCE = 60.0  # seconds without a byte in the middle of a message: the other side hangs
 _STATE_SECONDS = 10.0
 
 
@@ -63,6 +67,7 @@ def ask(path: Path, order: bytes, seconds: float) -> bytes | None:
     """
     try:
         with Client(str(path), "AF_UNIX") as connection:
+            limit_silence(connection, min(seconds, SILENCE))
             send(connection, ORDER, order)
             if not connection.poll(seconds):
                 return None
@@ -81,11 +86,21 @@ def state_of(path: Path) -> str | None:
     """
     try:
         with Client(str(path), "AF_UNIX") as connection:
+            limit_silence(connection, _STATE_SECONDS)
             send(connection, STATE, b"")
             return receive(connection)[1].decode() if connection.poll(_STATE_SECONDS) else None
     except (EOFError, OSError, ValueError) as error:
         log.warning("no state from %s: %r", path, error)
         return None
+
+
+def limit_silence(connection: Connection, seconds: float) -> None:
+    """Make reads and writes raise BlockingIOError, an OSError, if no byte passes for some seconds."""
+    microseconds = max(1, int(seconds * 1e6))  # 0 would be no limit
+    limit = struct.pack("@ll", *divmod(microseconds, 1_000_000))
+    with socket.socket(fileno=os.dup(connection.fileno())) as plain:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            plain.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def send(to: Connection, kind: bytes, content: bytes) -> None:

@@ -26,7 +26,15 @@ from typing import Any, NoReturn
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.core.processes import holder_of, try_lock
-from fl_lightning.flower.transport.channel import FAILED, ORDER, STATE, receive, send
+from fl_lightning.flower.transport.channel import (
+    FAILED,
+    ORDER,
+    SILENCE,
+    STATE,
+    limit_silence,
+    receive,
+    send,
+)
 
 Handler = Callable[[bytes], bytes]
 
@@ -90,6 +98,7 @@ class Resident:
         """Answer the request of one connection."""
         with connection:
             try:
+                limit_silence(connection, SILENCE)
                 kind, content = receive(connection)
                 if kind == STATE:
                     send(connection, STATE, b"busy" if self._at_work.locked() else b"idle")
@@ -113,14 +122,20 @@ class Resident:
             log.info("order %s: %.1f s", name, time.monotonic() - begun)
 
 
-def _make_folder(socket_path: Path) -> None:
-    """Make the folder of a socket, which nobody else may open."""
-    size, folder = len(os.fsencode(socket_path)), socket_path.parent
+def check_socket_path(path: Path) -> None:
+    """Raise ConfigurationError if a path is too long for a Unix socket."""
+    size = len(os.fsencode(path))
     if size > _LONGEST_PATH:
         raise ConfigurationError(
-            f"socket: {socket_path} has {size} bytes, but the system allows {_LONGEST_PATH} in the path of "
+            f"socket: {path} has {size} bytes, but the system allows {_LONGEST_PATH} in the path of "
             "a socket: give a shorter one, such as /run/fl_lightning/site.sock"
         )
+
+
+def _make_folder(socket_path: Path) -> None:
+    """Make the folder of a socket, which nobody else may open."""
+    check_socket_path(socket_path)
+    folder = socket_path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
