@@ -46,7 +46,7 @@ def one_round(tmp_path_factory):
 
 
 @pytest.fixture
-def trained(one_round):
+def trained(in_an_empty_folder, one_round):
     """A run of one round, of which a test has a copy."""
     shutil.copytree(one_round / "runs", "runs")
 
