@@ -108,6 +108,7 @@ class FitClients:
             with self.collector.listening_to(self._module):
                 work = self.plan.of([*cohort], self._run.round_index)
                 self.engine.choose(model, work, partial(self._train_alone, is_corrected=False))
+            self.local.restore(model)  # a trial that failed may leave stacked tensors in the module
         choice = ranks.gather(self.engine.state_dict())[0]
         if ranks.rank > 0:
             self.engine.load_state_dict(choice)
