@@ -55,7 +55,7 @@ CAPS = {
     "data": (6556, 30),
     "engines": (3846, 19),
     "experiments": (2663, 12),
-    "federation": (10991, 58),
+    "federation": (10989, 58),
     "flower": (7907, 38),
     "kernels": (1635, 11),
     "models": (1477, 8),

@@ -64,11 +64,8 @@ class OneByOne:
             try:
                 for client in list(work):
                     self._counts.work = client
-                    sent = (
-                        self._watched(client, start)
-                        if self._watches
-                        else self._train(client, start)
-                    )
+                    train = self._watched if self._watches else self._train
+                    sent = train(client, start)
                     yield sent
                     del sent
             finally:
