@@ -155,7 +155,7 @@ def test_a_resumed_run_cleans_up_after_the_dead():
         ("tensor.ckpt", "is no checkpoint of Lightning: it has no state_dict"),
         ("no_such.ckpt", r"no_such\.ckpt does not exist.* path of a \.ckpt file"),
         ("", "ckpt_path is empty"),
-        ("best", "a fit goes on from last"),
+        ("best", "a fit resumes from last"),
     ],
 )
 @pytest.mark.parametrize("command", ["fit", "test"])

@@ -81,7 +81,7 @@ class NobodyAsked:
         ({"federation__devices": DEVICES}, "network run --deadline"),
         (
             {"federation__aggregator": built("secure.SecureMean", protocol="count")},
-            "SecureMean is simulated only as .* use SecureMean with protocol: run",
+            "SecureMean is only simulated with .* use SecureMean with protocol: run",
         ),
     ],
 )
