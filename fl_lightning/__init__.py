@@ -36,8 +36,8 @@ if TYPE_CHECKING:
         MaskCalibration as MaskCalibration,
     )
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation as ClientEvaluation
-    from fl_lightning.callbacks.companions import companions as companions
     from fl_lightning.callbacks.retention import Retention as Retention
+    from fl_lightning.callbacks.standard_callbacks import standard_callbacks as standard_callbacks
     from fl_lightning.cli.federated_cli import FederatedCLI as FederatedCLI
     from fl_lightning.client.corrections.drift import FedDyn as FedDyn
     from fl_lightning.client.corrections.drift import FedProx as FedProx

@@ -433,8 +433,8 @@ class TestAStage:
 
         class Acts(Learning):
             @contextmanager
-            def steps(self, turn):
-                called.append(turn.work.client_id)
+            def steps(self, training):
+                called.append(training.work.client_id)
                 yield
 
             def learn(self, update, work, start):

@@ -71,7 +71,7 @@ CAPS = {
 }
 # What is left to mend, as figures that may only fall.
 MOST_FILES_IN_CIRCLES = 0
-MOST_NAMES_TWICE = 4
+MOST_NAMES_TWICE = 0
 MOST_WITH_ONE_IMPORTER = 0.12
 MOST_OLD_MANNER = 0
 OLD_MANNER = ("Have", "Know", "Take", "Go", "Let", "Be", "What", "Whether")

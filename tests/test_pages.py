@@ -13,7 +13,7 @@ from readme import ROOT
 from small_sets import write_idx
 from test_pages_understood import QUICKSTART, understood
 
-from fl_lightning import ClientEvaluation, FederatedDataModule, companions
+from fl_lightning import ClientEvaluation, FederatedDataModule, standard_callbacks
 from fl_lightning.cli import main
 from fl_lightning.data import Digits
 
@@ -157,7 +157,7 @@ def test_the_python_on_the_terminal_leaves_a_log_file(tmp_path):
 def test_the_table_on_the_terminal_has_every_companion():
     page = (DOCS / "terminal.md").read_text()
     named = re.findall(r"^\| `(\w+)(?:\(\w+\))?` \|", page, re.MULTILINE)
-    assert set(named) == {type(callback).__name__ for callback in companions()}
+    assert set(named) == {type(callback).__name__ for callback in standard_callbacks()}
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers

@@ -23,8 +23,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.companions import companions
 from fl_lightning.callbacks.predictions import Predictions
+from fl_lightning.callbacks.standard_callbacks import standard_callbacks
 from fl_lightning.cli.checks import check_values
 from fl_lightning.cli.configs import with_paths
 from fl_lightning.cli.devices import asks_for_several, automatic_processes, take_what_was_started
@@ -54,8 +54,8 @@ from fl_lightning.federation import (
     find_run,
     interruptible,
     keep_rows,
-    settle_folder,
-    settle_loggers,
+    resume_loggers,
+    set_folder,
 )
 from fl_lightning.reports.evaluated_model import ResultsTable, shown_path
 from fl_lightning.reports.layout import in_lines
@@ -186,7 +186,7 @@ class FederatedCLI(LightningCLI):
             is_fit = self.subcommand == "fit"
             run = find_run(config, plain[self.subcommand], is_fit=is_fit)
             self._run = run if is_fit else None
-        settle_loggers(config, self._run)
+        resume_loggers(config, self._run)
         super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -199,7 +199,7 @@ class FederatedCLI(LightningCLI):
             self._interruption = Interruption()
             options["callbacks"].insert(0, self._interruption)  # before others begin a round
         if self._is_fit and not options["fast_dev_run"]:
-            settle_folder(options, self._run)
+            set_folder(options, self._run)
         take_what_was_started(options)
         if options["enable_model_summary"] is None:
             options["enable_model_summary"] = (
@@ -242,7 +242,7 @@ class FederatedCLI(LightningCLI):
             waits_for_test=self.subcommand is not None and own.test_after_fit,
             is_wanted=own.get("verbose", True) and not self._is_dry,
         )
-        found = companions(
+        found = standard_callbacks(
             *(*given, self._results),
             log_level=own.log_level,
             progress_bar=options["enable_progress_bar"] is not False,

@@ -21,7 +21,7 @@ from fl_lightning.core.traits import Trait, Traits
 ResultOf = Callable[[int, int], WorkResult]
 
 
-class Visit(NamedTuple):
+class StartedClient(NamedTuple):
     """A client that has started and not yet finished.
 
     Attributes:
@@ -35,7 +35,7 @@ class Visit(NamedTuple):
     number: int
 
 
-class Ended(NamedTuple):
+class FinishedClient(NamedTuple):
     """A client that has finished.
 
     Attributes:
@@ -63,16 +63,16 @@ class VirtualClock:
 
     def __init__(self, result_of: ResultOf) -> None:
         self._result_of = result_of
-        self._at_work: list[tuple[float, int, Ended]] = []  # a heap, by time of the end
+        self._at_work: list[tuple[float, int, FinishedClient]] = []  # a heap, by time of the end
         self.now = 0.0
 
-    def start(self, visit: Visit) -> None:
+    def start(self, visit: StartedClient) -> None:
         """Start a client's work, and compute when it ends."""
         result = self._result_of(visit.client, visit.number)
-        ended = Ended(visit.client, visit.version, result.seconds, result.is_lost)
+        ended = FinishedClient(visit.client, visit.version, result.seconds, result.is_lost)
         heapq.heappush(self._at_work, (self.now + result.seconds, visit.number, ended))
 
-    def wait(self) -> list[Ended]:
+    def wait(self) -> list[FinishedClient]:
         """Advance to the next time at which a client finishes, and return the clients that finish then."""
         self.now = self._at_work[0][0]
         ended = []
@@ -90,26 +90,28 @@ class RecordedClock:
             is used up.
 
     Example:
-        >>> clock = RecordedClock([Ended(1, 0, 2.0)], lambda at_work: Ended(at_work[0].client, 0, 3.0))
-        >>> clock.start(Visit(0, 0, 0)), clock.start(Visit(1, 0, 1))
+        >>> clock = RecordedClock([FinishedClient(1, 0, 2.0)], lambda at_work: FinishedClient(at_work[0].client, 0, 3.0))
+        >>> clock.start(StartedClient(0, 0, 0)), clock.start(StartedClient(1, 0, 1))
         (None, None)
         >>> [ended.client for _ in range(2) for ended in clock.wait()], clock.now
         ([1, 0], 3.0)
     """
 
     def __init__(
-        self, record: Iterable[Ended], next_ended: Callable[[Sequence[Visit]], Ended]
+        self,
+        record: Iterable[FinishedClient],
+        next_ended: Callable[[Sequence[StartedClient]], FinishedClient],
     ) -> None:
         self.record, self._next_ended = list(record), next_ended
         self._place = 0
-        self._at_work: dict[int, tuple[Visit, float]] = {}
+        self._at_work: dict[int, tuple[StartedClient, float]] = {}
         self.now = 0.0
 
-    def start(self, visit: Visit) -> None:
+    def start(self, visit: StartedClient) -> None:
         """Start a client's work."""
         self._at_work[visit.client] = visit, self.now
 
-    def wait(self) -> list[Ended]:
+    def wait(self) -> list[FinishedClient]:
         """Return the clients that finish next.
 
         Raises:
@@ -158,7 +160,7 @@ class RecordedArrivals:
     def __post_init__(self) -> None:
         self.arrivals()
 
-    def arrivals(self) -> list[Ended]:
+    def arrivals(self) -> list[FinishedClient]:
         """Return the recorded arrivals in order."""
         try:
             with Path(self.file).open(newline="") as file:
@@ -170,7 +172,7 @@ class RecordedArrivals:
             ) from None
 
 
-def write_arrivals(path: Path, ended: Sequence[Ended], buffer_size: int) -> None:
+def write_arrivals(path: Path, ended: Sequence[FinishedClient], buffer_size: int) -> None:
     """Write a table of arrivals, with the round in which each update counted.
 
     Args:
@@ -191,7 +193,7 @@ def write_arrivals(path: Path, ended: Sequence[Ended], buffer_size: int) -> None
     os.replace(partial, path)
 
 
-def _read(row: dict[str, str]) -> Ended:
-    return Ended(
+def _read(row: dict[str, str]) -> FinishedClient:
+    return FinishedClient(
         int(row["client"]), int(row["version"]), float(row["seconds"]), bool(int(row["lost"]))
     )

@@ -55,12 +55,12 @@ class LocalTrainer:
     Attributes:
         space: layout of the trainable shared parameters.
         buffers: layout of the shared state, see `GlobalModel`.
-        state_names: names of the tensors in the shared state; None until `settle_state`, which stands for
+        state_names: names of the tensors in the shared state; None until `set_state`, which stands for
             all floating-point buffers.
         keeps_lists: whether items that the last client appended to the module's lists are kept for
             `show_lists`, because the client's update is used.
-        own: layout of the personal tensors, see `keep_own`.
-        kept: personal tensors of the last client after its training, shape (o,).
+        personal: layout of the personal tensors, see `set_personal`.
+        personal_end: personal tensors of the last client after its training, shape (o,).
         round_start: options of the optimizers, also by local step.
         homes: record of the module's tensors and their memory.
         masks: masks of the optimizers, which define `space`.
@@ -113,9 +113,9 @@ class LocalTrainer:
         self._holds: GlobalModel | None = None
         self._in_hand: Sequence[SizedBatch] = ()  # batches of the current step
         self.counts_steps = True
-        self.keep_own(())
+        self.set_personal(())
 
-    def keep_own(self, names: Sequence[str], *, beside: bool = False) -> None:
+    def set_personal(self, names: Sequence[str], *, beside: bool = False) -> None:
         """Make tensors personal: every client keeps its own.
 
         Args:
@@ -124,15 +124,15 @@ class LocalTrainer:
                 are no part of the shared model, and the global model keeps the module's current values.
         """
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
-        self.own = Space({name: tensors[name] for name in names})
+        self.personal = Space({name: tensors[name] for name in names})
         self._apart = frozenset(() if beside else names)
-        self._guest: Tensor | None = None
-        self.kept = torch.empty(0)
+        self._loaded: Tensor | None = None
+        self.personal_end = torch.empty(0)
         self.buffers = self._state_space()
         self.renew_space()
         self.start_round()
 
-    def settle_state(self, names: Sequence[str]) -> None:
+    def set_state(self, names: Sequence[str]) -> None:
         """Set the names of the buffers and frozen parameters that form the clients' shared state."""
         self.state_names, self._holds = list(names), None
         self.buffers = self._state_space()
@@ -151,18 +151,18 @@ class LocalTrainer:
         return dict(zip(names, self._integers, strict=False))  # frozen parameters follow
 
     @property
-    def own_start(self) -> Tensor:
+    def personal_start(self) -> Tensor:
         """Values of the personal tensors in the global model, shape (o,)."""
-        return torch.empty(0) if self._own_start is None else self._own_start
+        return torch.empty(0) if self._personal_start is None else self._personal_start
 
     @property
     def keeps_apart(self) -> bool:
         """True if clients have personal tensors that are no part of the shared model."""
         return bool(self._apart)
 
-    def host(self, own: Tensor | None) -> None:
+    def load_personal(self, personal: Tensor | None) -> None:
         """Start the next clients with these personal tensors, shape (o,); None for the global model's."""
-        self._guest, self._holds = own, None
+        self._loaded, self._holds = personal, None
 
     def renew_space(self) -> None:
         """Rebuild `space` from the trainable parameters and the current masks."""
@@ -193,7 +193,7 @@ class LocalTrainer:
         self.round_start.note(number)
         self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
-        self._own_start = self.own.read() if self._apart else None
+        self._personal_start = self.personal.read() if self._apart else None
         elsewhere = {*self.buffers.names, *self._apart}
         constant = {n: t for n, t in candidates(self._module).items() if n not in elsewhere}
         self._constants, self._round = Constants(constant), number
@@ -247,9 +247,9 @@ class LocalTrainer:
         if self._integers:
             with torch.no_grad():
                 torch._foreach_copy_(self._integer_buffers, self._integers)
-        own = self._own_start if self._guest is None else self._guest
+        own = self._personal_start if self._loaded is None else self._loaded
         if own is not None:
-            self.own.write(own)
+            self.personal.write(own)
         self.round_start.put_back()
         self._holds = model
 
@@ -292,8 +292,8 @@ class LocalTrainer:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         logged = self.collector.collect()
         metrics = {"train/loss": weighted_mean(losses, sizes)} if losses else {}
-        if self.own.size:
-            self.kept = self.own.read()
+        if self.personal.size:
+            self.personal_end = self.personal.read()
         update = ClientUpdate(
             client_id=client_id,
             delta=self.space.moved_from(start.params),
@@ -310,7 +310,7 @@ class LocalTrainer:
             bad = [n for n, loss in zip(sizes, losses, strict=True) if not bool(loss.isfinite())]
             help_ = help_with_one_example(None, bad[:1], num_examples)
             raise ClientFailure(client_id, failure.reason + help_) from None
-        if self.kept.numel() and not bool(self.kept.isfinite().all()):
+        if self.personal_end.numel() and not bool(self.personal_end.isfinite().all()):
             raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update

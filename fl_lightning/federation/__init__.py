@@ -10,8 +10,8 @@ from fl_lightning.federation.checkpoints.resumption import check_checkpoint as c
 from fl_lightning.federation.checkpoints.resumption import clean_up_after as clean_up_after
 from fl_lightning.federation.checkpoints.resumption import find_run as find_run
 from fl_lightning.federation.checkpoints.resumption import keep_rows as keep_rows
-from fl_lightning.federation.checkpoints.resumption import settle_folder as settle_folder
-from fl_lightning.federation.checkpoints.resumption import settle_loggers as settle_loggers
+from fl_lightning.federation.checkpoints.resumption import resume_loggers as resume_loggers
+from fl_lightning.federation.checkpoints.resumption import set_folder as set_folder
 from fl_lightning.federation.checkpoints.run_folder import CONFIG as CONFIG
 from fl_lightning.federation.checkpoints.run_folder import EarlierRun as EarlierRun
 from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders as checkpoint_folders
@@ -58,12 +58,12 @@ from fl_lightning.federation.round_record import RoundRecord as RoundRecord
 from fl_lightning.federation.run import Run as Run
 from fl_lightning.federation.simple import SimpleFederation as SimpleFederation
 from fl_lightning.federation.stage import Learning as Learning
+from fl_lightning.federation.stage import LocalTraining as LocalTraining
 from fl_lightning.federation.stage import Missing as Missing
 from fl_lightning.federation.stage import SpansNetwork as SpansNetwork
 from fl_lightning.federation.stage import Stage as Stage
 from fl_lightning.federation.stage import Stages as Stages
 from fl_lightning.federation.stage import Start as Start
-from fl_lightning.federation.stage import Turn as Turn
 from fl_lightning.federation.stage import Upload as Upload
 from fl_lightning.federation.stage import check_same as check_same
 from fl_lightning.federation.stages.asynchrony import Arrivals as Arrivals

@@ -144,5 +144,5 @@ class Federation(Options, Callback):
         """Return clients' personal models after the last round, or of the checkpoint."""
         fitted = None
         if self.rounds is not None:
-            fitted = self.rounds.run.local.own.names, self.rounds.memory.clients
+            fitted = self.rounds.run.local.personal.names, self.rounds.memory.clients
         return recalled_models(trainer, self.personal, self.seed, fitted, self._saved or {})

@@ -81,14 +81,14 @@ class FitRounds:
             RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
         began, run, clients = time.perf_counter(), self.run, self.clients
-        if run.local.state_names is None and clients.settle_state(cohort, run.ranks):
+        if run.local.state_names is None and clients.find_state(cohort, run.ranks):
             self.follow_state()
         self._begin()
         failure: Failure | None = None
         try:
             with clients.metrics_kept_apart():
-                if not clients.engine.is_settled:
-                    clients.settle_engine(self.server.model, cohort, run.ranks)
+                if not clients.engine.is_chosen:
+                    clients.choose_engine(self.server.model, cohort, run.ranks)
                 if clients.engine.slots is None:
                     self._round.train(cohort.ids)
                 else:

@@ -133,8 +133,8 @@ class Round:
                 f"round {self.server.round_index + 1}: {self.server.num_replies} of {len(record.finished)} "
                 f"clients sent a valid update, min_replies is {self._min_replies}"
             )
-        for stage in self.stages.having["settle"]:
-            stage.settle(self.record)
+        for stage in self.stages.having["before_step"]:
+            stage.before_step(self.record)
         has_replies, having = self.server.num_replies > 0, self.stages.having
         change = self.stages.on_server if having["on_server"] else None
         with self.server.reversible():

@@ -71,7 +71,7 @@ class Start(NamedTuple):
 
 
 @dataclass
-class Turn:
+class LocalTraining:
     """One client's local training in the module, as stages see it.
 
     Attributes:
@@ -181,7 +181,7 @@ class Stage:
         """Return updates as they arrive at the server, together or one by one."""
         return (upload,)
 
-    def settle(self, record: RoundRecord) -> None:
+    def before_step(self, record: RoundRecord) -> None:
         """Called after the last update of a round, before the server step.
 
         The record is over all processes. State that a stage has in one process is exchanged here, through
@@ -200,12 +200,12 @@ class Stage:
 
     # On the clients' side, where one trains at a time.
 
-    def around(self, turn: Turn) -> AbstractContextManager[None]:
+    def around(self, training: LocalTraining) -> AbstractContextManager[None]:
         """Return a context in which a client trains in the module."""
         return _NOTHING
 
-    def steps(self, turn: Turn) -> AbstractContextManager[None]:
-        """Return a context for a client's local steps; `turn.update` is set before it ends."""
+    def steps(self, training: LocalTraining) -> AbstractContextManager[None]:
+        """Return a context for a client's local steps; `training.update` is set before it ends."""
         return _NOTHING
 
     # In checkpoints.
@@ -258,11 +258,11 @@ class KeepsTensors(Stage):
     """A stage with personal tensors: tensors of the module of which each client has its own values."""
 
     @abstractmethod
-    def own(self, client: int) -> Tensor | None:
+    def tensors_of(self, client: int) -> Tensor | None:
         """Return a client's personal tensors, shape (o,); None for those of the global model."""
 
     @abstractmethod
-    def keep(self, client: int, own: Tensor) -> None:
+    def store(self, client: int, tensors: Tensor) -> None:
         """Store the personal tensors of a client in slots, whose update is used."""
 
 

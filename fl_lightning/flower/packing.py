@@ -233,7 +233,7 @@ def mask_message(mask: RunMask) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {"mask": {name: state[name] for name in _FIELDS}, "mask_number": mask.number}, bits
 
 
-def told_mask(order: Order) -> RunMask | None:
+def mask_of(order: Order) -> RunMask | None:
     """Read the mask of an order; None if the order has none.
 
     Raises:
@@ -366,7 +366,7 @@ def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
         module: module that trains.
         local: knows which tensors are sent, and which are personal.
     """
-    elsewhere = {*local.space.names, *local.buffers.names, *local.own.names}
+    elsewhere = {*local.space.names, *local.buffers.names, *local.personal.names}
     named = [*module.named_parameters(), *module.named_buffers()]
     digest = hashlib.sha256()
     for name, tensor in sorted(named, key=lambda pair: pair[0]):

@@ -113,7 +113,7 @@ import warnings
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from fl_lightning import FederatedDataModule, FederatedStrategy, Federation, ImageClassifier, companions
+from fl_lightning import FederatedDataModule, FederatedStrategy, Federation, ImageClassifier, standard_callbacks
 from fl_lightning.data import Digits
 
 class Talks(ImageClassifier):
@@ -130,7 +130,7 @@ if __name__ == "__main__":
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=FederatedStrategy(), max_epochs=2,
         logger=CSVLogger("runs"), enable_model_summary=False,
-        callbacks=[Federation(local_steps=1), *companions()],
+        callbacks=[Federation(local_steps=1), *standard_callbacks()],
     )
     trainer.fit(Talks("lenet", num_classes=10, in_chans=1, image_size=32),
         datamodule=FederatedDataModule(Digits(image_size=32), num_clients=4))

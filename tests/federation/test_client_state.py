@@ -244,7 +244,7 @@ def test_a_round_that_begins_anew_is_not_rehearsed_again(monkeypatch):
             raise CannotStack("it is broken")
         return right(self, model, work, *rest)
 
-    monkeypatch.setattr(FitClients, "settle_state", lambda *_: rehearsed.append(1))
+    monkeypatch.setattr(FitClients, "find_state", lambda *_: rehearsed.append(1))
     monkeypatch.setattr(SlotEngine, "train", train)
     with pytest.warns(UserWarning, match="engine: sequential from round 2 on, because it is"):
         fit(Base(), engine="slots", max_epochs=2)

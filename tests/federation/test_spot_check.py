@@ -38,7 +38,7 @@ from fl_lightning.federation.clients.in_slots import SlotEngine
 from fl_lightning.federation.clients.spot_check import (
     Rounding,
     SpotCheck,
-    Trained,
+    TrainedClient,
     differences,
     drawn,
     nudged,
@@ -506,7 +506,7 @@ class TestCost:
 def trained(delta, buffers=(), own=(), own_start=(), **metrics):
     tensors = {name: torch.tensor(value) for name, value in metrics.items()}
     update = ClientUpdate(0, torch.tensor(delta), torch.tensor(buffers), 1, 1, tensors)
-    return Trained(update, torch.tensor(own), torch.tensor(own_start))
+    return TrainedClient(update, torch.tensor(own), torch.tensor(own_start))
 
 
 class TestDifferences:

@@ -20,8 +20,8 @@ from fl_lightning.flower.packing import (
     RunMask,
     hold_model,
     mask_message,
+    mask_of,
     model_tensors,
-    told_mask,
 )
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.elsewhere import SUMS, CalibrationAtSites
@@ -73,8 +73,8 @@ def test_a_model_that_does_not_fit_changes_nothing(change):
 
 def test_a_mask_arrives_with_its_number():
     options, tensors = mask_message(RunMask(MASK, 3))
-    assert told_mask(order(options=options, tensors=tensors)) == RunMask(MASK, 3)
-    assert told_mask(order()) is None
+    assert mask_of(order(options=options, tensors=tensors)) == RunMask(MASK, 3)
+    assert mask_of(order()) is None
 
 
 @pytest.mark.parametrize("damage", ["bits", "shape", "hash", "none"])
@@ -89,7 +89,7 @@ def test_a_damaged_mask_is_refused(damage):
     else:
         options["mask"] = None
     with pytest.raises(OrderRefused, match="the order has no mask"):
-        told_mask(order(options=options, tensors=tensors))
+        mask_of(order(options=options, tensors=tensors))
 
 
 def memory_under(folder, number):

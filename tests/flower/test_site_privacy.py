@@ -16,8 +16,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.policy import Refused
-from fl_lightning.flower.site.desk import Desk, Done, OutOfTime
 from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget
+from fl_lightning.flower.site.order_queue import Done, OrderQueue, OutOfTime
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.privacy.accounting.gaussian import composed_epsilon
 from fl_lightning.privacy.mechanism import AccountedRun
@@ -223,14 +223,14 @@ def test_a_site_does_no_more_work_than_it_allows():
 
 
 def test_an_order_that_takes_too_long_ends_as_refused():
-    desk = Desk(most_minutes=0.2 / 60)
-    desk.start_clock()
+    queue = OrderQueue(most_minutes=0.2 / 60)
+    queue.start_clock()
     with pytest.raises(OutOfTime, match="longer than most_minutes") as late:
         time.sleep(30)
-    desk.fail(late.value)
-    assert isinstance(desk.wait().error, Refused)
-    desk.start_clock()
-    desk.answer(Done())
+    queue.fail(late.value)
+    assert isinstance(queue.wait().error, Refused)
+    queue.start_clock()
+    queue.answer(Done())
     time.sleep(0.4)  # nobody is late any more
 
 

@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import Federation
-from fl_lightning.callbacks.companions import every_round_checkpoint
+from fl_lightning.callbacks.standard_callbacks import every_round_checkpoint
 from fl_lightning.cli.runs import saved_models
 from fl_lightning.reports.evaluated_model import ResultsTable, saved_after
 

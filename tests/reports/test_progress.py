@@ -14,7 +14,13 @@ from lightning.pytorch.loggers import CSVLogger
 from terminal_screen import Terminal, seen
 from toys import ToyModule, toy_data, toy_trainer
 
-from fl_lightning import ConfigurationError, Federation, RoundProgressBar, RunLog, companions
+from fl_lightning import (
+    ConfigurationError,
+    Federation,
+    RoundProgressBar,
+    RunLog,
+    standard_callbacks,
+)
 from fl_lightning.reports import progress as run_bar
 from fl_lightning.reports.log_file import with_place
 from fl_lightning.reports.progress import Inner, Pace, number, round_line, run_line
@@ -101,7 +107,7 @@ def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, capl
     bar = RoundProgressBar()
     trainer = toy_trainer(
         Federation(seed=0),
-        *companions(bar, log_level="debug"),
+        *standard_callbacks(bar, log_level="debug"),
         logger=CSVLogger(tmp_path, name="", version=""),
         enable_progress_bar=True,
         enable_checkpointing=True,

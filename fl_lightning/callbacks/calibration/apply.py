@@ -100,7 +100,7 @@ class MaskApplier:
                 f"the mask covers {some(fixed)} of the head, which is frozen: set head: train"
             )
 
-    def in_words(self, mask: Mask) -> str:
+    def described(self, mask: Mask) -> str:
         """Numbers of entries that train densely, and that are frozen, outside a mask."""
         dense = sum(self._params[name].numel() for name in self.dense)
         everything = sum(p.numel() for p in self._params.values())

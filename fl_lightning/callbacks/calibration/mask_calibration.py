@@ -374,7 +374,7 @@ class MaskCalibration(Callback):
         found = trainer.current_epoch if round_ is None else round_
         self.mask = mask
         self.history.append({"round": found, "hash": mask.hash()})
-        others = self._applier.in_words(mask)
+        others = self._applier.described(mask)
         if self._clients is not None:
             known = self._clients.counts.num_masks
             rank_zero_info(

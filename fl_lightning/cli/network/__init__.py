@@ -217,7 +217,7 @@ def status(*, folder: str) -> None:
         folder: the network's folder.
     """
     from fl_lightning.flower.network.folder import NetworkFolder
-    from fl_lightning.flower.network.following import last_words, runs, sites
+    from fl_lightning.flower.network.following import last_log_line, runs, sites
     from fl_lightning.flower.network.serving import control_of
 
     served = NetworkFolder.read(Path(folder))
@@ -227,7 +227,7 @@ def status(*, folder: str) -> None:
     _say(f"\nruns: {len(known)}" if known else "\nno runs yet")
     if known:
         _say(markdown(["run", "state", "started"], known[:5]))
-        _say(f"last words: {last_words(served)}")
+        _say(f"last words: {last_log_line(served)}")
 
 
 def demo(

@@ -32,8 +32,8 @@ from fl_lightning.flower.packing import hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
 from fl_lightning.flower.server.elsewhere import SUMS, VALUES, of_transforms
 from fl_lightning.flower.server.greeting import STAGES, SiteFacts
-from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.fit import AtSite, Fit
+from fl_lightning.flower.site.order_queue import Done
 from fl_lightning.flower.site.site import Site
 from fl_lightning.flower.transport.resident import log_to, serve
 
@@ -82,7 +82,7 @@ def _numbers(argument: Any, name: str) -> int:
 def run_site(fit: Fit, policy: Policy) -> None:
     """Build a site's Trainer, and carry out the orders of one run."""
     places = policy.clients
-    fit.desk.start_clock()
+    fit.queue.start_clock()
 
     class SiteCLI(FederatedCLI):
         """Command line of a fit that carries out orders."""
@@ -126,8 +126,8 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 sum_key=policy.sum_key_fingerprint,
                 most_bytes=policy.most_bytes,
             )
-            fit.desk.answer(Done(options=document_of(facts)))
-            order = fit.desk.first_order()
+            fit.queue.answer(Done(options=document_of(facts)))
+            order = fit.queue.first_order()
             if order is not None:
                 check_most("num_clients", order.options["num_clients"], MOST_CLIENTS)
                 data.join_as(places, order.options["num_clients"])

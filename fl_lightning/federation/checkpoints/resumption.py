@@ -84,7 +84,7 @@ def _named(
     return EarlierRun(run.folder, best, run.config)
 
 
-def settle_loggers(config: Any, run: EarlierRun | None) -> None:
+def resume_loggers(config: Any, run: EarlierRun | None) -> None:
     """Make loggers of a resumed run continue in its folder; loggers of a new run get a new folder."""
     before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
     for number, logger in enumerate(_loggers(config)):
@@ -103,7 +103,7 @@ def settle_loggers(config: Any, run: EarlierRun | None) -> None:
             options["version"] = f"w{secrets.token_hex(4)}"  # 12e45678 is a number to YAML
 
 
-def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
+def set_folder(trainer: Any, run: EarlierRun | None) -> None:
     """Set the folder of a fit without a configured logger: that of the resumed run, or a new one."""
     logger, root = trainer.get("logger"), trainer.get("default_root_dir") or Path.cwd()
     if logger is False:
@@ -224,13 +224,13 @@ def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
         # memory-mapped: only the tensors that are used are read
         checkpoint = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
     except Exception as error:  # noqa: BLE001 - pickle raises whatever the bytes lead to
-        return _in_words(error, path), {}
+        return _explained(error, path), {}
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         return "is no checkpoint of Lightning: it has no state_dict", {}
     return None, checkpoint
 
 
-def _in_words(error: Exception, path: Path) -> str | None:
+def _explained(error: Exception, path: Path) -> str | None:
     if isinstance(error, PermissionError):
         return "may not be read by you"
     if isinstance(error, UnpicklingError) and is_zipfile(path):

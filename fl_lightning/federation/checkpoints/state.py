@@ -93,5 +93,5 @@ def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
     check_same("mask", state["mask"], run.local.space.mask_fingerprint())
     names = state["client_state"]
     if names is not None:
-        run.local.settle_state(names)
+        run.local.set_state(names)
     check_same("seed", state["seed"], rounds.options.seed)

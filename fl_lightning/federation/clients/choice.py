@@ -94,7 +94,7 @@ class EngineChooser:
     Attributes:
         slots: the engine for many clients at once; None if clients train one after the other, and before
             the choice.
-        is_settled: whether the choice has been made.
+        is_chosen: whether the choice has been made.
     """
 
     def __init__(self, run: Run, asked: Options, stages: Stages) -> None:
@@ -115,7 +115,7 @@ class EngineChooser:
         if self._options.speedups is not None:
             self._force_speedups(self._options.speedups)
         self._kept = run.step.speedups  # after the fit the step itself has none
-        self.is_settled = self._options.engine == "sequential"
+        self.is_chosen = self._options.engine == "sequential"
         self.slots: SlotEngine | None = None
 
     def choose(self, model: GlobalModel, work: Sequence[ClientWork], alone: TrainAlone) -> None:
@@ -127,9 +127,9 @@ class EngineChooser:
             alone: trains a client from a model sequentially, without a trace but in the module's metrics.
         """
         work = [client for client in work if client.sizes]
-        if self.is_settled or not work:
+        if self.is_chosen or not work:
             return
-        self.is_settled = True
+        self.is_chosen = True
         metrics = MetricStates(metrics_of(self._trainer.lightning_module))
         trial = Trial(self._trainer, self._local, self._step, model, work, alone)
         is_forced, sequential = self._options.engine == "slots", "sequential"
@@ -300,7 +300,7 @@ class EngineChooser:
     def state_dict(self) -> dict[str, Any]:
         """Return the chosen engine, for a checkpoint."""
         return {
-            "is_settled": self.is_settled,
+            "is_chosen": self.is_chosen,
             "slots": None if self.slots is None else asdict(self.slots.stacking),
             "speedups": list(self._kept),
             "names": dict(self._local.collector.epoch_names),
@@ -308,9 +308,9 @@ class EngineChooser:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choice of a resumed run or of another process."""
-        if self._options.engine == "sequential" or not state["is_settled"]:
+        if self._options.engine == "sequential" or not state["is_chosen"]:
             return
-        self.is_settled = True
+        self.is_chosen = True
         if self._options.speedups is None:
             self._step.use(state["speedups"])
             self._kept = self._step.speedups

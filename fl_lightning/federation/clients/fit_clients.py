@@ -17,12 +17,12 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.clients.choice import EngineChooser
 from fl_lightning.federation.clients.in_slots import InSlots
 from fl_lightning.federation.clients.one_by_one import OneByOne
-from fl_lightning.federation.clients.spot_check import SpotCheck, Trained
+from fl_lightning.federation.clients.spot_check import SpotCheck, TrainedClient
 from fl_lightning.federation.clients.state_rehearsal import StateRehearsal
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
+from fl_lightning.federation.stage import LocalTraining, Missing, Stages, Start, Upload
 
 
 class FitClients:
@@ -82,10 +82,10 @@ class FitClients:
         more = [] if names is None else self.rehearsal.together([names])
         if names is None or more == names:
             return False
-        self.local.settle_state(more)
+        self.local.set_state(more)
         return True
 
-    def settle_state(self, cohort: Iterable[int], ranks: Ranks) -> bool:
+    def find_state(self, cohort: Iterable[int], ranks: Ranks) -> bool:
         """Find which tensors besides weights clients change, over all processes.
 
         Returns:
@@ -99,10 +99,10 @@ class FitClients:
             if not answers:
                 return False
             names = self.rehearsal.together(answers)
-        self.local.settle_state(names)
+        self.local.set_state(names)
         return True
 
-    def settle_engine(self, model: GlobalModel, cohort: Iterable[int], ranks: Ranks) -> None:
+    def choose_engine(self, model: GlobalModel, cohort: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train, the same in all processes."""
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
@@ -143,11 +143,11 @@ class FitClients:
 
     def _train_alone(
         self, work: ClientWork, model: GlobalModel, *, is_corrected: bool = True
-    ) -> Trained:
+    ) -> TrainedClient:
         """Train a client sequentially, without a trace but in the module and its metrics."""
         personal = self._stages.personal
-        own = None if personal is None else personal.own(work.client_id)
-        own_start = self.local.own_start if own is None else own
-        turn = Turn(work, Start(model, model), counts=False, is_corrected=is_corrected)
-        update = self._one_by_one.train_alone(turn)
-        return Trained(update, self.local.kept, own_start)
+        own = None if personal is None else personal.tensors_of(work.client_id)
+        own_start = self.local.personal_start if own is None else own
+        training = LocalTraining(work, Start(model, model), counts=False, is_corrected=is_corrected)
+        update = self._one_by_one.train_alone(training)
+        return TrainedClient(update, self.local.personal_end, own_start)

@@ -83,7 +83,9 @@ class SlotEngine:
         )
         self._own: SlotOwn | None = None
         if local.keeps_apart:
-            self._own = SlotOwn(local.own, step.params | step.buffers, lambda: local.own_start)
+            self._own = SlotOwn(
+                local.personal, step.params | step.buffers, lambda: local.personal_start
+            )
         self._slots = SlotTrainer(
             step,
             local.space,
@@ -197,7 +199,7 @@ class InSlots:
         by_id = {client.client_id: client for client in stackable} if stages.learns else {}
         check, personal = self._spot_check, stages.personal
         term = None if stages.correction is None else stages.correction.term
-        own = None if personal is None else personal.own
+        own = None if personal is None else personal.tensors_of
         check.begin(stackable)
         again: list[int] = []
         for trained in slots.train(start.model, stackable, term, own):
@@ -215,7 +217,7 @@ class InSlots:
             yield Upload(start, sent, sent, bytes_up(sent))
             if personal is not None and slots.kept:
                 for client_id in usable.client_ids:
-                    personal.keep(client_id, slots.kept[client_id])
+                    personal.store(client_id, slots.kept[client_id])
             check.note(usable, slots.kept)
         check.compare(start.model, start.present)
         is_again = np.isin(stackable.client_ids, again)

@@ -23,7 +23,7 @@ from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.plan import WorkPlan
-from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
+from fl_lightning.federation.stage import LocalTraining, Missing, Stages, Start, Upload
 from fl_lightning.federation.visits.local_counts import LocalCounts
 from fl_lightning.updates.message import bytes_up
 
@@ -86,48 +86,48 @@ class OneByOne:
         return sent
 
     def _train(self, work: ClientWork, start: Start) -> Upload | Missing:
-        turn = Turn(work, start, num_bytes=start.num_bytes)
+        training = LocalTraining(work, start, num_bytes=start.num_bytes)
         metrics = MetricStates(self._metrics) if self._metrics else None
         try:
-            update, remember = self._take_turn(turn)
+            update, remember = self._run(training)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             if metrics is not None:
                 metrics.put_back()
             if not isinstance(error, ClientFailure):
                 raise
-            return Missing(start._replace(num_bytes=turn.num_bytes), error)
+            return Missing(start._replace(num_bytes=training.num_bytes), error)
         if remember is not None:
             remember()
         self._local.keeps_lists = True
         made = Updates.of(update)
         updates = without_buffers(made) if self._stages.is_private else made
-        start = start._replace(num_bytes=turn.num_bytes)
+        start = start._replace(num_bytes=training.num_bytes)
         return Upload(start, updates, updates, bytes_up(updates))
 
-    def train_alone(self, turn: Turn) -> ClientUpdate:
+    def train_alone(self, training: LocalTraining) -> ClientUpdate:
         """Train a client whose update is not aggregated."""
-        with self._counts.of(turn.work):
-            return self._take_turn(turn)[0]
+        with self._counts.of(training.work):
+            return self._run(training)[0]
 
-    def _take_turn(self, turn: Turn) -> tuple[ClientUpdate, Callable[[], None] | None]:
+    def _run(self, training: LocalTraining) -> tuple[ClientUpdate, Callable[[], None] | None]:
         """Return a client's update, and a function that stores its new states; None without any."""
-        having, work, remember = self._stages.having, turn.work, None
+        having, work, remember = self._stages.having, training.work, None
         with ExitStack() as around:
             for stage in having["around"]:
-                around.enter_context(stage.around(turn))
+                around.enter_context(stage.around(training))
             with ExitStack() as steps:
                 for stage in having["steps"]:
-                    steps.enter_context(stage.steps(turn))
+                    steps.enter_context(stage.steps(training))
                 seed_global_generators(work.seed)
-                turn.update = update = self._local.train(
-                    turn.start.model,
+                training.update = update = self._local.train(
+                    training.start.model,
                     client_id=work.client_id,
                     num_examples=work.num_examples,
                     batches=self._plan.steps(work),
-                    masks=turn.masks,
+                    masks=training.masks,
                 )
-            if turn.counts and self._stages.learns:
-                remember = self._stages.learn(update, work, turn.start)
+            if training.counts and self._stages.learns:
+                remember = self._stages.learn(update, work, training.start)
         return update, remember
 
 

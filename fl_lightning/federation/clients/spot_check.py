@@ -64,7 +64,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedClient:
     """Result of a client's training.
 
     Attributes:
@@ -78,9 +78,9 @@ class Trained:
     own_start: Tensor
 
 
-Result = Trained | ClientFailure
+Result = TrainedClient | ClientFailure
 # Trains a client from a model sequentially, without a trace but in the module.
-TrainAlone = Callable[[ClientWork, GlobalModel], Trained]
+TrainAlone = Callable[[ClientWork, GlobalModel], TrainedClient]
 
 
 def drawn(work: GroupWork, fraction: float) -> GroupWork:
@@ -135,7 +135,7 @@ class SpotCheck:
     def begin(self, work: GroupWork) -> None:
         """Draw the clients to check, of those that train in slots now."""
         self._work = {client.client_id: client for client in drawn(work, self._fraction)}
-        self._found: dict[int, Trained] = {}
+        self._found: dict[int, TrainedClient] = {}
         self._metrics = MetricStates(metrics_of(self._module) if self._work else [])
 
     def note(self, usable: Updates, kept: Mapping[int, Tensor]) -> None:
@@ -149,7 +149,7 @@ class SpotCheck:
             if client in self._work:
                 own = kept.get(client, usable.buffers.new_empty(0))
                 (update,) = usable.rows([row])  # copies: the slots go on
-                self._found[client] = Trained(update, own, own)
+                self._found[client] = TrainedClient(update, own, own)
 
     def compare(self, start: GlobalModel, present: GlobalModel) -> None:
         """Train the drawn clients sequentially and compare the results.
@@ -187,7 +187,7 @@ class SpotCheck:
                     for param, value in zip(frozen, values, strict=True):
                         param.copy_(value)
 
-    def look(self, work: ClientWork, found: Trained, start: GlobalModel) -> None:
+    def look(self, work: ClientWork, found: TrainedClient, start: GlobalModel) -> None:
         """Train a client sequentially and compare the results.
 
         Raises:
@@ -314,7 +314,7 @@ def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: float) 
 
 
 def differences(
-    expected: Trained, found: Trained, start: GlobalModel, num_seen: float
+    expected: TrainedClient, found: TrainedClient, start: GlobalModel, num_seen: float
 ) -> dict[str, float]:
     """Return the relative differences of two results, by vector or logged value.
 

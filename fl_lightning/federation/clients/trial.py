@@ -37,7 +37,12 @@ from fl_lightning.engines import (
     usable_rows,
 )
 from fl_lightning.federation.clients.in_slots import SlotEngine, cannot_run, fitting_slots
-from fl_lightning.federation.clients.spot_check import Rounding, TrainAlone, Trained, difference
+from fl_lightning.federation.clients.spot_check import (
+    Rounding,
+    TrainAlone,
+    TrainedClient,
+    difference,
+)
 from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
 from fl_lightning.kernels import reason_against_direct_layers
 from fl_lightning.server.means.running_mean import RunningMean
@@ -190,7 +195,7 @@ class Trial:
                 ((update,),) = slots.train(self.model, [sample])
             recounted = [_numbers(metric) for metric in metrics]
             own = slots.kept.get(sample.client_id, expected.own)
-            found = Trained(update, own, expected.own_start)
+            found = TrainedClient(update, own, expected.own_start)
             self._refuse_other(expected, found, sample)
         except ClientFailure as failure:
             if not stacking.padded:
@@ -210,7 +215,9 @@ class Trial:
                 name = f"{type(metric).__name__} object"
                 raise CannotStack(f"a trial client's {name} was not the sequential one")
 
-    def _refuse_other(self, expected: Trained, found: Trained, client: ClientWork) -> None:
+    def _refuse_other(
+        self, expected: TrainedClient, found: TrainedClient, client: ClientWork
+    ) -> None:
         apart = difference(
             expected, found, client, self.model, self.alone, self._rounding, math.inf
         )

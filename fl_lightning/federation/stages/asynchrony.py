@@ -23,7 +23,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from fl_lightning.client.clocks import Clock, Ended, Visit
+from fl_lightning.client.clocks import Clock, FinishedClient, StartedClient
 from fl_lightning.client.state.round_start import Options
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
@@ -92,7 +92,7 @@ class Arrivals:
         self._buffer_size = buffer_size
         self._steps: list[ServerStep] = []
         self._at_work: dict[int, int] = {}  # version, by client
-        self._arrived: list[Ended] = []  # not yet in the buffer
+        self._arrived: list[FinishedClient] = []  # not yet in the buffer
         self._busy: set[int] = set()
         self._num_started = 0
 
@@ -103,7 +103,7 @@ class Arrivals:
         return self._steps[number]
 
     def _next(self) -> ServerStep:
-        buffer: list[Ended] = []
+        buffer: list[FinishedClient] = []
         num_lost = 0
         while True:
             room = self._buffer_size - len(buffer)
@@ -130,7 +130,7 @@ class Arrivals:
     def _start_clients(self) -> None:
         version = len(self._steps)
         for client in self._drawn(self._concurrency - len(self._at_work)):
-            self._clock.start(Visit(client, version, self._num_started))
+            self._clock.start(StartedClient(client, version, self._num_started))
             self._num_started += 1
             self._at_work[client] = version
             self._busy.add(client)
@@ -258,7 +258,7 @@ class Versions(KeptVersions):
             for version in sorted(set(work.rounds.tolist()))
         ]
 
-    def settle(self, record: RoundRecord) -> None:
+    def before_step(self, record: RoundRecord) -> None:
         """Advance virtual time to the server's step."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds

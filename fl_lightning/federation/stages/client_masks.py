@@ -30,7 +30,7 @@ from fl_lightning.core.traits import NO_TRAITS, Trait, Traits
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Start, Turn, Upload
+from fl_lightning.federation.stage import LocalTraining, Stage, Start, Upload
 from fl_lightning.server.adapters import AdapterAggregator, Pair
 from fl_lightning.server.server import fedavg_optimizer
 from fl_lightning.updates.message import bytes_down, bytes_up
@@ -75,14 +75,14 @@ class MaskedClients(Stage):
         self._local = run.local
 
     @contextmanager
-    def steps(self, turn: Turn) -> Iterator[None]:
+    def steps(self, training: LocalTraining) -> Iterator[None]:
         """Set the client's mask, found while the module holds the client's start."""
-        if turn.counts:
-            model = turn.start.present
+        if training.counts:
+            model = training.start.present
             self._local.restore(model)
-            turn.masks = self._masks(turn.work.client_id)
-            active = self._local.space.coordinates(turn.masks)
-            turn.num_bytes = bytes_down(model.params, model.buffers, active)
+            training.masks = self._masks(training.work.client_id)
+            active = self._local.space.coordinates(training.masks)
+            training.num_bytes = bytes_down(model.params, model.buffers, active)
         yield
 
 

@@ -15,7 +15,7 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import GradientScale
-from fl_lightning.federation.stage import Stage, Turn
+from fl_lightning.federation.stage import LocalTraining, Stage
 
 
 class ClientScale(Stage):
@@ -30,9 +30,9 @@ class ClientScale(Stage):
         self._scale.start_round()
 
     @contextmanager
-    def around(self, turn: Turn) -> Iterator[None]:
+    def around(self, training: LocalTraining) -> Iterator[None]:
         """Note the scale at which a client ended, then reset it."""
-        if not turn.counts:
+        if not training.counts:
             yield
             return
         try:
@@ -45,7 +45,7 @@ class ClientScale(Stage):
             self._lowest = end
         self._scale.reset()
 
-    def settle(self, record: RoundRecord) -> None:
+    def before_step(self, record: RoundRecord) -> None:
         """Find the lowest scale over all processes."""
         ends = [end for end in self._ranks.gather(self._lowest) if end is not None]
         self._lowest = min(ends, key=_rank, default=None)

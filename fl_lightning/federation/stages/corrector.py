@@ -28,10 +28,10 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import (
     Correcting,
+    LocalTraining,
     SpansNetwork,
     Stage,
     Start,
-    Turn,
     Upload,
     check_same,
 )
@@ -103,9 +103,9 @@ class Corrector(Correcting, SpansNetwork):
         return term
 
     @contextmanager
-    def around(self, turn: Turn) -> Iterator[None]:
+    def around(self, training: LocalTraining) -> Iterator[None]:
         """Calibrates the module's logits for the client inside the block, for FedLC."""
-        labels = partial(self._plan.labels, turn.work)
+        labels = partial(self._plan.labels, training.work)
         logits = self.correction.calibrated(self._module, labels)
         if logits is None:
             yield
@@ -113,17 +113,21 @@ class Corrector(Correcting, SpansNetwork):
         has_trained = False
         try:
             yield
-            has_trained = bool(turn.work.sizes)
+            has_trained = bool(training.work.sizes)
         finally:
             logits.close(has_trained=has_trained)
 
     @contextmanager
-    def steps(self, turn: Turn) -> Iterator[None]:
+    def steps(self, training: LocalTraining) -> Iterator[None]:
         """Add the client's terms to gradients and losses of local steps inside the block."""
-        if not turn.is_corrected:
+        if not training.is_corrected:
             yield
             return
-        client, start, space = turn.work.client_id, turn.start.model.params, self._local.space
+        client, start, space = (
+            training.work.client_id,
+            training.start.model.params,
+            self._local.space,
+        )
         last = self._recalled(client) if self.correction.changes_loss else None
         if last is not None:
             added = self.correction.added_loss(self._module, space, start, last)
@@ -218,7 +222,7 @@ class Corrector(Correcting, SpansNetwork):
         """Return the extra bytes that a client uploads and downloads per round for its state."""
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
-    def settle(self, record: RoundRecord) -> None:
+    def before_step(self, record: RoundRecord) -> None:
         """Add up what the clients have learnt; memories are committed apart."""
         if self.correction.needs_mean and self._ranks.size > 1:
             sums = self._changes.sums()
@@ -232,7 +236,7 @@ class Corrector(Correcting, SpansNetwork):
             self._next = change if self._mean is None else self._mean + change
 
     def on_server(self, aggregate: Tensor) -> Tensor:
-        """Return the corrected descent direction of the server; to be called after `settle`."""
+        """Return the corrected descent direction of the server; to be called after `before_step`."""
         return self.correction.pseudo_gradient(aggregate, self._next)
 
     def stepped(self, params: Tensor) -> None:

@@ -7,11 +7,11 @@ from functools import partial
 
 from fl_lightning.client.clocks import (
     Clock,
-    Ended,
+    FinishedClient,
     RecordedArrivals,
     RecordedClock,
+    StartedClient,
     VirtualClock,
-    Visit,
 )
 from fl_lightning.client.devices import Devices, Fleet, WorkResult
 from fl_lightning.client.work import GroupWork
@@ -43,7 +43,7 @@ class SimulatedDevices(Stage):
                 sending.append(client.head(sum(steps[: result.num_steps])))
         return GroupWork.of(sending)
 
-    def settle(self, record: RoundRecord) -> None:
+    def before_step(self, record: RoundRecord) -> None:
         """Advance virtual time until the last client has ended."""
         record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
 
@@ -86,7 +86,7 @@ def _result(fleet: Fleet, num_steps: Integers, client: int, start: int) -> WorkR
     return fleet.result(client, max(1, int(num_steps[client])), draw=start)
 
 
-def _nobody_more(at_work: Sequence[Visit]) -> Ended:
+def _nobody_more(at_work: Sequence[StartedClient]) -> FinishedClient:
     raise ConfigurationError(
         "federation.devices: the recorded run had no more rounds than this one has had: set trainer.max_epochs "
         "to as many as it had"

@@ -28,7 +28,7 @@ from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Turn
+from fl_lightning.federation.stage import LocalTraining
 from fl_lightning.federation.stages.privacy_ledger import Covers, PrivateStage
 from fl_lightning.federation.visits.visiting import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
@@ -83,9 +83,9 @@ class ExampleRounds(PrivateStage):
         run.step.examples = self.gradient
 
     @contextmanager
-    def steps(self, turn: Turn) -> Iterator[None]:
+    def steps(self, training: LocalTraining) -> Iterator[None]:
         """Note the client whose steps come next."""
-        self._whose = turn.work.client_id, turn.work.round_index
+        self._whose = training.work.client_id, training.work.round_index
         yield
 
     @override

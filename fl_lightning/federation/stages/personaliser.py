@@ -24,7 +24,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checks.fit import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import KeepsTensors, Turn, check_same, kind_of
+from fl_lightning.federation.stage import KeepsTensors, LocalTraining, check_same, kind_of
 from fl_lightning.federation.visits.personal_models import MEMORY, MIXTURE
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
@@ -55,7 +55,7 @@ class Personaliser(KeepsTensors):
         self._metrics = metrics_of(run.module)
         self.names = self._rule.names(run.module)
         if self.names:
-            self._local.keep_own(self.names, beside=self._rule.beside)
+            self._local.set_personal(self.names, beside=self._rule.beside)
         if self.names and (self._rule.beside or self._rule.own_epochs is not None):
             self.one_at_a_time = "clients take steps of their own (federation.personal)"
 
@@ -74,50 +74,50 @@ class Personaliser(KeepsTensors):
         return type(self._rule).__name__ if self.names else None
 
     @contextmanager
-    def around(self, turn: Turn) -> Iterator[None]:
+    def around(self, training: LocalTraining) -> Iterator[None]:
         """Loads the client's personal tensors inside the block, and the global ones after it."""
-        client, self._trained = turn.work.client_id, None
+        client, self._trained = training.work.client_id, None
         if self.names and not self._rule.beside:
-            self._local.host(self.own(client))
+            self._local.load_personal(self.tensors_of(client))
         try:
             yield
         finally:
             if self.names:
-                self._local.host(None)
-        if turn.counts and self.names and self._trained is not None:
-            self.keep(client, self._trained)
+                self._local.load_personal(None)
+        if training.counts and self.names and self._trained is not None:
+            self.store(client, self._trained)
 
     @contextmanager
-    def steps(self, turn: Turn) -> Iterator[None]:
+    def steps(self, training: LocalTraining) -> Iterator[None]:
         """Train the personal tensors before, besides or after the steps on the shared ones."""
-        if turn.counts and self._rule.own_epochs:
-            self._train_ahead(turn)
+        if training.counts and self._rule.own_epochs:
+            self._train_ahead(training)
         with nullcontext() if self._rule.own_epochs is None else frozen(self._module, self.names):
             yield
-        if turn.counts:
-            self._train_after(turn)
+        if training.counts:
+            self._train_after(training)
 
-    def _train_ahead(self, turn: Turn) -> None:
+    def _train_ahead(self, training: LocalTraining) -> None:
         """Train the personal tensors alone, before the shared steps."""
-        model, work, masks = turn.start.model, turn.work, turn.masks
+        model, work, masks = training.start.model, training.work, training.masks
         assert self._rule.own_epochs is not None
         epochs = self._plan.more_epochs(work, self._rule.own_epochs, _PURPOSE)
         seed = derive_seed(work.root_seed, _PURPOSE, work.round_index, work.client_id)
         with frozen(self._module, self._local.space.names):
-            self._local.host(self._train(model, epochs, seed, masks))
+            self._local.load_personal(self._train(model, epochs, seed, masks))
 
-    def _train_after(self, turn: Turn) -> None:
+    def _train_after(self, training: LocalTraining) -> None:
         """Train a client's own copy of the model, if the rule has one, and note the tensors to store.
 
         The copy takes the same steps as the shared model: the same batches, draws and masks.
         """
-        self._trained, self._mixture = self._local.kept, None
+        self._trained, self._mixture = self._local.personal_end, None
         if not (self.names and self._rule.beside):
             return
-        assert turn.update is not None
-        model, work, delta = turn.start.model, turn.work, turn.update.delta
+        assert training.update is not None
+        model, work, delta = training.start.model, training.work, training.update.delta
         mixing: Mixing | None = None
-        self._local.host(self.own(work.client_id))
+        self._local.load_personal(self.tensors_of(work.client_id))
         if self._rule.mixture is not None:
             before = self._memory.get(MIXTURE, work.client_id)
             mixture = self._rule.mixture if before is None else float(before)
@@ -126,10 +126,10 @@ class Personaliser(KeepsTensors):
             term = GradientTerm(self._rule.pull)
             self._step.term = AddedTerm(self._local.space, model.params, term)
         try:
-            self._trained = self._train(model, work, work.seed, turn.masks, mixing)
+            self._trained = self._train(model, work, work.seed, training.masks, mixing)
         finally:
             self._step.term = None
-            self._local.host(None)  # the module is the shared model's again
+            self._local.load_personal(None)  # the module is the shared model's again
         if mixing is not None:
             self._mixture = torch.tensor(
                 [mixing.adapted(self._rule.mixture_rate)], dtype=torch.float64
@@ -163,15 +163,15 @@ class Personaliser(KeepsTensors):
         finally:
             metrics.put_back()
             self._scale.restore(scale)
-        return self._local.kept
+        return self._local.personal_end
 
-    def keep(self, client: int, own: Tensor) -> None:
+    def store(self, client: int, tensors: Tensor) -> None:
         """Store the personal tensors of a client whose update is used."""
-        self._memory.put(MEMORY, client, own)
+        self._memory.put(MEMORY, client, tensors)
         if self._mixture is not None:
             self._memory.put(MIXTURE, client, self._mixture)
 
-    def own(self, client: int) -> Tensor | None:
+    def tensors_of(self, client: int) -> Tensor | None:
         """Return a client's personal tensors, shape (o,); None if it never took part."""
         vector = self._memory.get(MEMORY, client)
         return None if vector is None else vector.to(self._local.space.device)
@@ -188,7 +188,7 @@ class Personaliser(KeepsTensors):
             check_same("choice of federation.personal", kind_of(saved), kind_of(own))
         if saved["names"] != self.names:
             self.names = list(saved["names"])
-            self._local.keep_own(self.names, beside=True)
+            self._local.set_personal(self.names, beside=True)
 
 
 @contextmanager

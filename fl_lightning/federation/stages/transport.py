@@ -165,7 +165,7 @@ class SecureRounds(Stage):
         dense, empty = (bytes_up(ClientUpdate(0, p, none, 1, 1)) for p in (model.params, none))
         return up + empty - dense, down
 
-    def settle(self, record: RoundRecord) -> None:
+    def before_step(self, record: RoundRecord) -> None:
         """Tell the aggregator which clients' updates will not arrive."""
         self.aggregator.miss(record.skipped.keys() | set(record.lost))
 

@@ -216,7 +216,7 @@ def runs(control: Control) -> Sequence[Sequence[str]]:
     ]
 
 
-def last_words(network: NetworkFolder) -> str:
+def last_log_line(network: NetworkFolder) -> str:
     """Return the last line of the newest run's log, such as its round.
 
     Args:

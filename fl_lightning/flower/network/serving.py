@@ -27,7 +27,7 @@ from fl_lightning.flower.network.control import (
     flower_environment,
 )
 from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder, make_network
-from fl_lightning.flower.network.supervision import Ended, Program, Supervisor, backoff
+from fl_lightning.flower.network.supervision import Program, ProgramEnd, Supervisor, backoff
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE
 
 # functions that run as the resident process of a site, and as the server of a run
@@ -185,7 +185,7 @@ class NodeEnds:
         self._site, self._say = site, say
         self._said = ""
 
-    def __call__(self, ended: Ended) -> float:
+    def __call__(self, ended: ProgramEnd) -> float:
         """Return the seconds until the node is started again."""
         site = self._site
         try:

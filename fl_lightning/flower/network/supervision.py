@@ -25,7 +25,7 @@ _MOST_WORDS = 20_000
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramEnd:
     """The end of a program.
 
     Attributes:
@@ -39,14 +39,14 @@ class Ended:
     times: int
 
 
-def backoff(ended: Ended) -> float:
+def backoff(ended: ProgramEnd) -> float:
     """Return the seconds until a program is started again: 1, 2, 4, up to 30.
 
     Args:
         ended: end of the program.
 
     Example:
-        >>> [backoff(Ended(1, "", times)) for times in (1, 2, 3, 9)]
+        >>> [backoff(ProgramEnd(1, "", times)) for times in (1, 2, 3, 9)]
         [1.0, 2.0, 4.0, 30.0]
     """
     return min(_LONGEST_PAUSE, 2.0 ** (ended.times - 1))
@@ -70,7 +70,7 @@ class Program:
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    again: Callable[[Ended], float] = backoff
+    again: Callable[[ProgramEnd], float] = backoff
     layer: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -120,7 +120,7 @@ class Program:
             lived = time.monotonic() - began
             times = 1 if lived > _LONG_LIFE else times + 1
             if not self._is_over.is_set():
-                pause = self.again(Ended(code, self._words(), times))
+                pause = self.again(ProgramEnd(code, self._words(), times))
                 self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
                 self._is_over.wait(pause)
 

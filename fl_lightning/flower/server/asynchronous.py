@@ -18,7 +18,13 @@ from typing import Any, final
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fl_lightning.client.clocks import FILE, Ended, RecordedClock, Visit, write_arrivals
+from fl_lightning.client.clocks import (
+    FILE,
+    FinishedClient,
+    RecordedClock,
+    StartedClient,
+    write_arrivals,
+)
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.core.traits import NO_TRAITS
@@ -62,7 +68,7 @@ class VersionsAtSites(KeptVersions):
     """
 
     traits = NO_TRAITS
-    next_end: Callable[[Sequence[Visit]], Ended]
+    next_end: Callable[[Sequence[StartedClient]], FinishedClient]
 
     def __init__(self, rule: AsyncRule, num_clients: int, seed: int, counted: Counted) -> None:
         super().__init__()
@@ -72,7 +78,7 @@ class VersionsAtSites(KeptVersions):
         self._num_closed = 0
         self._begin(())
 
-    def _begin(self, record: Sequence[Ended]) -> None:
+    def _begin(self, record: Sequence[FinishedClient]) -> None:
         self._clock = RecordedClock(record, lambda at_work: self.next_end(at_work))
         self.arrivals = Arrivals(self._clock, *self._sizes, self._seed)
 
@@ -96,7 +102,7 @@ class VersionsAtSites(KeptVersions):
         """Return the model of a version, and the options and tensors that its orders share."""
         return self._models[version], self._common[version]
 
-    def settle(self, record: RoundRecord) -> None:
+    def before_step(self, record: RoundRecord) -> None:
         """Record the staleness of the updates that count."""
         step = self.arrivals.step(self._present)
         lost = sum(ended.is_lost for ended in self._clock.record[self._num_closed :])
@@ -127,7 +133,7 @@ class VersionsAtSites(KeptVersions):
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
         """Restore the state; clients that were training get their orders again."""
-        self._begin([Ended(*ended) for ended in state["record"]])
+        self._begin([FinishedClient(*ended) for ended in state["record"]])
         self._num_closed = len(self._clock.record)
         self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}
         self._common = dict(state["common"])
@@ -176,7 +182,7 @@ class AsynchronousSites(Sites):
             yield self._upload_of(part, self._versions.start(version, start), packing)
         pool_sums(sums, self.collector, self._run.module)
 
-    def _next_end(self, at_work: Sequence[Visit]) -> Ended:
+    def _next_end(self, at_work: Sequence[StartedClient]) -> FinishedClient:
         """Send the orders that are due, and return the client whose answer comes next."""
         for visit in at_work:
             if visit.number not in self._asked:
@@ -190,15 +196,15 @@ class AsynchronousSites(Sites):
             self._skip(client, reply, at_work)
         else:
             self._replies[client], self._lost_in_a_row = reply, 0
-        return Ended(client, visit.version, seconds, is_lost=reply.answer is None)
+        return FinishedClient(client, visit.version, seconds, is_lost=reply.answer is None)
 
-    def _order_to(self, visit: Visit) -> Order:
+    def _order_to(self, visit: StartedClient) -> Order:
         """Return the order of a client that is training; it has the same bytes whenever it is made."""
         model, (options, tensors) = self._versions.kept(visit.version)
         told = {"model": self._packing().model(model, visit.version), **tensors}
         return self._order("train", (visit.client,), options, told, visit.version)
 
-    def _skip(self, client: int, reply: Reply, at_work: Sequence[Visit]) -> None:
+    def _skip(self, client: int, reply: Reply, at_work: Sequence[StartedClient]) -> None:
         """Skip a client whose site has sent no answer, unless such a failure ends the run.
 
         Args:

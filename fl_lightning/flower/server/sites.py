@@ -112,12 +112,12 @@ class Sites(FitClients):
                 EncryptedOverSites(sites) if is_encrypted else SumOverSites(sites, signing_keys)
             )
 
-    def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
+    def find_state(self, group: Iterable[int], ranks: Ranks) -> bool:
         """Settle which tensors are state, from the configuration and without training."""
-        self.local.settle_state(self.rehearsal.known)
+        self.local.set_state(self.rehearsal.known)
         return True
 
-    def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
+    def choose_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Do nothing: sites choose their own engines."""
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:

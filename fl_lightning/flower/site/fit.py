@@ -29,11 +29,11 @@ from fl_lightning.federation import (
     take_over,
 )
 from fl_lightning.flower.messages import Order, OrderRefused
-from fl_lightning.flower.packing import RunMask, hold_model, told_mask
+from fl_lightning.flower.packing import RunMask, hold_model, mask_of
 from fl_lightning.flower.policy import Policy
-from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.flower.site.memory import Calibrates, PutsMasks, SiteMemory
+from fl_lightning.flower.site.order_queue import Done, OrderQueue
 from fl_lightning.flower.site.privacy import hidden_at_site
 from fl_lightning.flower.site.rounds import SiteRounds, evaluated
 from fl_lightning.server.server import as_aggregator
@@ -44,13 +44,13 @@ class Fit(NamedTuple):
 
     Attributes:
         configuration: configuration with the site's own options.
-        desk: queue of orders and results.
+        queue: queue of orders and results.
         memory: client state on disk.
         account: privacy account of the run.
     """
 
     configuration: Mapping[str, Any]
-    desk: Desk
+    queue: OrderQueue
     memory: SiteMemory
     account: RunAccount
 
@@ -75,7 +75,7 @@ class AtSite(Callback):
         self, options: Options, fit: Fit, policy: Policy, calibrates: Calibrates | None = None
     ) -> None:
         self._given, self._fit, self._policy, self._calibrates = options, fit, policy, calibrates
-        self._desk, self._memory = fit.desk, fit.memory
+        self._queue, self._memory = fit.queue, fit.memory
         self._cleanup = ExitStack()
         self._applier: PutsMasks | None = None
         self._order: Order | None = None
@@ -116,9 +116,9 @@ class AtSite(Callback):
         if self._calibrates is None:
             return None
         self._applier = self._calibrates.mask_applier(trainer)
-        while (order := self._desk.next_order()) is not None and order.kind == "calibrate":
+        while (order := self._queue.next_order()) is not None and order.kind == "calibrate":
             self._calibrate(trainer, order)
-        mask = None if order is None else told_mask(order)
+        mask = None if order is None else mask_of(order)
         if order is None or mask is None:
             raise OrderRefused("stopped", "the run has ended before it had a mask")
         self._apply(trainer, order, self._memory.mask or mask)
@@ -138,11 +138,11 @@ class AtSite(Callback):
             raise OrderRefused(
                 "policy", "this run calibrates no mask on clients' examples in clear"
             )
-        self._desk.answer(self._calibrates.answer(trainer, order))
+        self._queue.answer(self._calibrates.answer(trainer, order))
 
     def _follow_mask(self, trainer: Trainer, order: Order) -> None:
         """Apply the mask of an order, also to client state."""
-        mask = told_mask(order)
+        mask = mask_of(order)
         if self._applier is None or mask is None:
             raise OrderRefused("policy", "this run has no masks")
         if mask != self._memory.mask:
@@ -151,7 +151,7 @@ class AtSite(Callback):
         self._apply(trainer, order, mask)
         self._rounds.follow_mask()
         self._memory.follow_mask(mask)
-        self._desk.answer(Done())
+        self._queue.answer(Done())
 
     def _allows(self, name: str) -> bool:
         """Return True if a metric of this name may leave; beside noisy updates, only with `log_unprotected`."""
@@ -161,7 +161,7 @@ class AtSite(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the next order to train, and serve other orders meanwhile."""
-        while (order := self._desk.next_order()) is not None and order.kind != "train":
+        while (order := self._queue.next_order()) is not None and order.kind != "train":
             if order.kind == "evaluate":
                 self._evaluate(trainer, order)
             elif order.kind == "calibrate":
@@ -180,10 +180,10 @@ class AtSite(Callback):
     def _evaluate(self, trainer: Trainer, order: Order) -> None:
         """Answer an order to evaluate clients."""
         self._memory.begin(order)
-        self._rounds.hold(order)
-        own = self._rounds.run.local.own.names, self._rounds.run.memory.clients
+        self._rounds.load_model(order)
+        own = self._rounds.run.local.personal.names, self._rounds.run.memory.clients
         models = recalled_models(trainer, self._options.personal, self._options.seed, own, {})
-        self._desk.answer(evaluated(trainer, order, models, self._allows))
+        self._queue.answer(evaluated(trainer, order, models, self._allows))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer the order with the round's updates."""
@@ -191,7 +191,7 @@ class AtSite(Callback):
             self._rounds.pay()
             done = self._rounds.done
             self._memory.end(self._order, [answer.client for answer in done.answers])
-            self._desk.answer(done)
+            self._queue.answer(done)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

@@ -18,8 +18,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import RunMemory
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask
-from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.ledger import whole_file
+from fl_lightning.flower.site.order_queue import Done
 from fl_lightning.sparsity.masks.mask import Mask
 
 

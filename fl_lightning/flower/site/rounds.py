@@ -36,7 +36,7 @@ from fl_lightning.federation import (
 )
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import OPTION, Packing, constants_digest, of_stage, taken_sums
-from fl_lightning.flower.site.desk import Done
+from fl_lightning.flower.site.order_queue import Done
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums import rules_of
 from fl_lightning.server.protected import SumsOverSites, Terms
@@ -116,9 +116,9 @@ class SiteRounds:
         finally:
             self._clients.restore(model)
 
-    def hold(self, order: Order) -> None:
+    def load_model(self, order: Order) -> None:
         """Load the model of an order into the module, for evaluation."""
-        self._settle(order)
+        self._check_state(order)
         model = self._packing.opened_model(order.tensors["model"], order.round, whole=True)
         self._clients.restore(model)
 
@@ -135,11 +135,11 @@ class SiteRounds:
         local.start_round(self.run.round_index)  # what a client starts from has the new masks
         self._constants_agree = False
 
-    def _settle(self, order: Order) -> None:
+    def _check_state(self, order: Order) -> None:
         """Set which tensors are sent, and check that constants are equal to the server's."""
         local, options = self.run.local, order.options
         if local.state_names != options["state"]:
-            local.settle_state(options["state"])
+            local.set_state(options["state"])
         if not self._constants_agree:
             if constants_digest(self.run.module, local) != options["constants"]:
                 raise OrderRefused(
@@ -153,7 +153,7 @@ class SiteRounds:
 
     def _begin(self, order: Order) -> GlobalModel:
         """Set model, options and stages to the start of the order's round, and return the model."""
-        self._settle(order)
+        self._check_state(order)
         if self._privacy is not None:
             self._privacy.check_order(order)
         options = order.options

@@ -35,12 +35,12 @@ from fl_lightning.flower.messages import (
     category_of,
     digest,
 )
-from fl_lightning.flower.packing import OPTION, told_mask
+from fl_lightning.flower.packing import OPTION, mask_of
 from fl_lightning.flower.policy import Policy, Refused
-from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.fit import Fit
 from fl_lightning.flower.site.ledger import Ledger, whole_file
 from fl_lightning.flower.site.memory import SiteMemory
+from fl_lightning.flower.site.order_queue import Done, OrderQueue
 from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.flower.transport.resident import AUDIT
 
@@ -61,7 +61,7 @@ class Site:
         self._name, self._folder = policy.name, policy.memory
         self._ledger = Ledger(policy.memory / "privacy.json", policy.most_epsilon)
         self._fits: SimpleQueue[Fit | None] = SimpleQueue()
-        self._desk: Desk | None = None
+        self._queue: OrderQueue | None = None
         self._run = self._configuration = ""
         self._facts: Mapping[str, Any] = {}
         self._round = -1
@@ -75,17 +75,17 @@ class Site:
         """Run one fit after the other, in this thread, until `close`.
 
         Args:
-            fit: sets up a Trainer and trains; it calls `Desk.answer` with facts when the data are ready.
+            fit: sets up a Trainer and trains; it calls `OrderQueue.answer` with facts when the data are ready.
         """
         while (asked := self._fits.get()) is not None:
             try:
                 fit(asked)
             except BaseException as error:
-                asked.desk.fail(error)
+                asked.queue.fail(error)
                 if not isinstance(error, (Exception, SystemExit)):
                     raise
             else:
-                asked.desk.fail(RuntimeError("the fit has ended"))
+                asked.queue.fail(RuntimeError("the fit has ended"))
 
     def close(self) -> None:
         """End the current fit, and make `serve` return."""
@@ -202,14 +202,14 @@ class Site:
     def _hello(self, order: Order) -> Mapping[str, Any]:
         """Start the fit of a run unless it is running, adopt a new mask, and return facts about the site."""
         same = (self._run, self._configuration) == (order.run, order.configuration)
-        if not (same and self._desk is not None):
+        if not (same and self._queue is not None):
             text = str(order.options["configuration"])
             if digest(text.encode()) != order.configuration:
                 raise OrderRefused(
                     "configuration", "its text is not the one of which it has the hash"
                 )
             self._start(order, self._policy.site_configuration(_parsed(text), self._own))
-        mask = told_mask(order)
+        mask = mask_of(order)
         if mask is not None and str(mask) != self._mask:
             self._asked(order)
             self._mask = str(mask)
@@ -218,7 +218,7 @@ class Site:
     def _start(self, order: Order, configuration: Mapping[str, Any]) -> None:
         self._stop()
         self._run, self._configuration = order.run, order.configuration
-        self._desk = Desk(self._policy.most_minutes)
+        self._queue = OrderQueue(self._policy.most_minutes)
         self._mask = ""
         federation = configuration.get("federation") or {}
         # asynchronous clients of one site train from models of several rounds
@@ -227,26 +227,26 @@ class Site:
         self._recall(folder)
         self._sums, self._last_sum = SiteSums(folder, self._policy), ("", b"")
         account = self._ledger.of_run(order.run, order.configuration)
-        self._fits.put(Fit(configuration, self._desk, SiteMemory(folder), account))
-        done = self._desk.wait()
+        self._fits.put(Fit(configuration, self._queue, SiteMemory(folder), account))
+        done = self._queue.wait()
         if done.error is not None:
-            self._desk = None
+            self._queue = None
             raise done.error
         self._facts = done.options
 
     def _asked(self, order: Order) -> Done:
-        if self._desk is None:
+        if self._queue is None:
             raise OrderRefused("stopped", "the run has ended at this site: say hello again")
-        done = self._desk.ask(order)
+        done = self._queue.ask(order)
         if done.error is not None:
-            self._desk = None
+            self._queue = None
             raise done.error
         return done
 
     def _stop(self) -> None:
-        if self._desk is not None:
-            self._desk.close()
-        self._desk = None
+        if self._queue is not None:
+            self._queue.close()
+        self._queue = None
 
     def _keep(self, order: Order, name: str, answer: bytes) -> None:
         """Store an answer on disk, so that a restarted process can repeat it."""

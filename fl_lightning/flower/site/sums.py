@@ -32,8 +32,8 @@ from torch import Tensor
 from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.policy import Policy, Refused
-from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.site.ledger import whole_file
+from fl_lightning.flower.site.order_queue import Done
 from fl_lightning.flower.sums import (
     FEWEST,
     KEY,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait
-from fl_lightning.federation import MaskOfClient, Stage, Turn
+from fl_lightning.federation import LocalTraining, MaskOfClient, Stage
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import sort_channels
@@ -66,9 +66,9 @@ class CurrentClient(Stage):
         self.client: ClientAtWork | None = None
 
     @contextmanager
-    def around(self, turn: Turn) -> Iterator[None]:
+    def around(self, training: LocalTraining) -> Iterator[None]:
         """Record the client while it trains."""
-        before, number = self.client, turn.work.client_id
+        before, number = self.client, training.work.client_id
         self.client = ClientAtWork(number, self._limit_of(number))
         try:
             yield

@@ -46,7 +46,7 @@ class OutOfTime(SystemExit):
     """Raised if an order takes longer than the site allows; not an `Exception`, to blame no client."""
 
 
-class Desk:
+class OrderQueue:
     """Passes one order at a time to the Trainer, and the result back.
 
     Args:

@@ -16,7 +16,7 @@ from fl_lightning.reports.run_report import RunReport
 _ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, ResultsTable, RunReport)
 
 
-def companions(
+def standard_callbacks(
     *given: Callback,
     log_level: Level = "info",
     progress_bar: bool = True,
@@ -41,7 +41,7 @@ def companions(
         report: whether to write ``report.html`` at the end of a fit.
 
     Example:
-        >>> [type(callback).__name__ for callback in companions(RoundProgressBar(0))]
+        >>> [type(callback).__name__ for callback in standard_callbacks(RoundProgressBar(0))]
         ... # doctest: +NORMALIZE_WHITESPACE
         ['RoundProgressBar', 'RunLog', 'PartitionReport', 'ClientEvaluation', 'RunOverview',
         'ModelCheckpoint', 'ResultsTable', 'RunReport']
