@@ -159,41 +159,26 @@ def far(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound", "pull", "toggles"),
-    [
-        (torch.float32, 1e-6, 0.0, True),
-        (torch.float32, 1e-6, 0.5, False),
-        (torch.float64, 1e-12, 0.0, False),
-        (torch.float64, 1e-12, 0.5, True),
-    ],
-)
-def test_a_gan_equals_a_plain_loop(dtype, bound, pull, toggles):
+@pytest.mark.parametrize("toggles", [True, False])
+def test_a_gan_with_a_correction_equals_a_plain_loop(toggles):
+    """Without one: rows of `strange.optimizers`."""
     options = {"toggles": toggles, "clip": 0.1}
     expected = plain_rounds(
-        new(GAN, **options).to(dtype),
-        toy_data(dtype=dtype),
-        lambda *given: gan_client(*given, pull=pull),
+        new(GAN, **options).double(),
+        toy_data(dtype=torch.float64),
+        lambda *given: gan_client(*given, pull=0.5),
     )
     module, trainer, _ = fit(
-        new(GAN, **options).to(dtype),
-        data=toy_data(dtype=dtype),
-        correction=FedProx(mu=pull) if pull else None,
-        trainer_precision="64-true" if dtype == torch.float64 else "32-true",
+        new(GAN, **options).double(),
+        data=toy_data(dtype=torch.float64),
+        correction=FedProx(mu=0.5),
+        trainer_precision="64-true",
     )
-    assert far(weights(module), expected) < bound
+    assert far(weights(module), expected) < 1e-12
     assert (trainer.global_step, trainer.current_epoch) == (3, 3)
     assert {"train/g", "train/d"} <= trainer.callback_metrics.keys()
     assert "train/loss" not in trainer.callback_metrics
     assert all(p.requires_grad for p in module.parameters())
-
-
-def test_no_client_depends_on_who_trained_before():
-    ends = [
-        weights(fit(new(GAN), cohort=Ordered(order), aggregator=Mean(exact=True))[0])
-        for order in (1, -1)
-    ]
-    assert torch.equal(*ends)
 
 
 def test_two_processes_end_where_one_does():
@@ -564,16 +549,6 @@ def test_accumulating_by_hand_is_accumulating(correction):
         local_steps=4,
     )
     assert torch.equal(weights(by_hand[0]), weights(automatic[0]))
-
-
-def test_gradients_left_behind_do_not_reach_the_next_client():
-    class Leaving(Accumulating):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx + 1)  # the last client's batch is left
-
-    options = {"local_epochs": None, "local_steps": 4, "aggregator": Mean(exact=True)}
-    ends = [fit(new(Leaving), cohort=Ordered(order), **options)[0] for order in (1, -1)]
-    assert torch.equal(*map(weights, ends))
 
 
 def test_lbfgs_by_hand_is_lbfgs():

@@ -1,5 +1,11 @@
-"""Losses: means over examples, and what looks like one."""
+"""Losses and features: one row for each way in which slots compute them, or cannot.
 
+Batches train whole, so what is computed from weights and a batch is computed alike, whether it is a mean
+over examples or examples meet in it. Rows differ in what they ask of the engine: numbers that are drawn,
+shapes and branches that depend on values, a backward pass of their own, no loss at all.
+"""
+
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -8,7 +14,6 @@ from torch.utils.data import TensorDataset
 from strange.rows import (
     FIRST_HAS_ONE,
     FIRST_HAS_ONE_CLASS,
-    FULL,
     SLOTS,
     TOKENS,
     UNEVEN,
@@ -18,8 +23,6 @@ from strange.rows import (
     drawn,
     row,
 )
-
-WEIGHTS = torch.tensor([1.0, 5.0, 20.0])
 
 
 @row(engines=SLOTS)
@@ -39,13 +42,12 @@ class LabelSmoothing(Small):
 
 
 @row(shards=FIRST_HAS_ONE_CLASS)
-@row("ClassWeightsMixed")
 class ClassWeights(Small):
     """The mean is over the weights of the classes that are there."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("weight", WEIGHTS.clone())
+        self.register_buffer("weight", torch.tensor([1.0, 5.0, 20.0]))
 
     def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(self.net(batch[0]), batch[1], weight=self.weight)
@@ -53,46 +55,14 @@ class ClassWeights(Small):
         return loss
 
 
-@row(shards=FIRST_HAS_ONE_CLASS)
-class WeightsByHand(Small):
-    """The same weights, and the mean over examples."""
-
-    def training_step(self, batch, batch_idx):
-        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-        return (WEIGHTS[batch[1]] * losses).mean()
-
-
 @row(shards=FIRST_HAS_ONE)
-@row("SumLossEven", shards=FULL)
 class SumLoss(Small):
+    """No mean: a small batch counts less, and must not be filled up."""
+
     lr = 0.02
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
-
-
-@row()
-class SumOverAConstant(Small):
-    """A sum over the batch size that a full batch has."""
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") / 8
-
-
-@row()
-class SumOverItsLength(Small):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self.net(x), y, reduction="sum") / len(x)
-
-
-@row(shards=FIRST_HAS_ONE)
-class TimesItsLength(Small):
-    """The linear scaling rule, within the loss."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self.net(x), y) * (len(x) / 8)
 
 
 def some_ignored():
@@ -102,40 +72,19 @@ def some_ignored():
     return TensorDataset(WORDS, targets)
 
 
-class OfTokens(Small):
+@row(data=some_ignored())
+class IgnoreIndex(Small):
+    """The first client's sentences are full: no target is ignored."""
+
     lr = 0.5
 
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
 
-
-@row(data=some_ignored())
-class IgnoreIndex(OfTokens):
-    """The first client's sentences are full: no target is ignored."""
-
     def training_step(self, batch, batch_idx):
         x, y = batch
         return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), ignore_index=-100)
-
-
-@row(data=some_ignored())
-class MaskedTokens(OfTokens):
-    """The same by hand."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        mask = y >= 0
-        losses = F.cross_entropy(self.net(x).transpose(1, 2), y.clamp(min=0), reduction="none")
-        return (losses * mask).sum() / mask.sum()
-
-
-@row(data=TOKENS)
-class TokensInRows(OfTokens):
-    """Every example has as many tokens: their mean is one over examples."""
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def some_missing():
@@ -156,85 +105,8 @@ class MissingLabels(Small):
         return (losses * known).sum() / known.sum().clamp(min=1)
 
 
-@row(data=TensorDataset(X, (X[:, 0] > 0).long()), local_epochs=8)
-class Flooding(Small):
-    """From some round on the loss is below the flood's level."""
-
-    lr = 0.5
-
-    def training_step(self, batch, batch_idx):
-        return (F.cross_entropy(self.net(batch[0]), batch[1]) - 0.2).abs() + 0.2
-
-
-@row(local_epochs=6)
-class FreeBits(Small):
-    """The mean over the batch is clamped, which it is in some batches only."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(2, 4)
-        self.net = nn.Identity()
-        nn.init.normal_(self.encoder.weight, std=0.01)
-        nn.init.zeros_(self.encoder.bias)
-
-    def training_step(self, batch, batch_idx):
-        mean, log_variance = self.encoder(batch[0]).chunk(2, 1)
-        bits = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance)
-        loss = F.mse_loss(self.decoder(mean), batch[0])
-        return loss + 0.1 * bits.mean(0).clamp(min=0.05).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-@row()
-class Focal(Small):
-    def training_step(self, batch, batch_idx):
-        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-        return ((1 - (-losses).exp()).square() * losses).mean()
-
-
-@row()
-class Pinball(Small):
-    """Three quantiles of one number."""
-
-    def training_step(self, batch, batch_idx):
-        x, levels = batch[0], torch.tensor([0.1, 0.5, 0.9])
-        gap = x[:, :1] - self.net(x)
-        return torch.maximum(levels * gap, (levels - 1) * gap).mean()
-
-
-@row(shards=FIRST_HAS_ONE)
-class SoftIoU(Small):
-    """Intersection over union of the whole batch."""
-
-    def training_step(self, batch, batch_idx):
-        p, y = self.net(batch[0]).softmax(1), F.one_hot(batch[1], 3)
-        return 1 - (p * y).sum() / (p + y - p * y).sum()
-
-
-@row("DiceOfTheBatch", shards=FIRST_HAS_ONE)
-class Dice(Small):
-    dims = (0, 1)
-
-    def training_step(self, batch, batch_idx):
-        p, y = self.net(batch[0]).softmax(1), F.one_hot(batch[1], 3)
-        overlap = 2 * (p * y).sum(self.dims) + 1
-        return (1 - overlap / ((p + y).sum(self.dims) + 1)).mean()
-
-
-@row()
-class DiceOfExamples(Dice):
-    dims = (1,)
-
-
-@row(shards=FIRST_HAS_ONE)
-class DiceOfClasses(Dice):
-    dims = (0,)
-
-
 @row("CTC", data=TOKENS)
-class Connectionist(OfTokens):
+class Connectionist(IgnoreIndex):
     """Divides each example's loss by its target's length, then takes the mean."""
 
     def training_step(self, batch, batch_idx):
@@ -245,14 +117,164 @@ class Connectionist(OfTokens):
 
 
 @row()
-class Distilled(Small):
-    def __init__(self):
-        super().__init__()
-        self.teacher = nn.Linear(4, 3).requires_grad_(False)
+class LossInADict(Small):
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        return {"logits": logits, "loss": F.cross_entropy(logits, batch[1])}
+
+
+@row()
+class SkipsBatches(Small):
+    """No loss for a batch without examples of class 0."""
 
     def training_step(self, batch, batch_idx):
-        target = (self.teacher(batch[0]) / 2).softmax(1)
-        return F.kl_div((self.net(batch[0]) / 2).log_softmax(1), target, reduction="batchmean")
+        if not (batch[1] == 0).any() or batch_idx % 3 == 1:
+            return None
+        return F.cross_entropy(self.net(batch[0]), batch[1])
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.5)
+
+@row()
+class LearntLossWeights(Small):
+    """Kendall et al. 2018: every task's uncertainty is a parameter, here a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(())) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        one, two = F.cross_entropy(out, batch[1]), F.mse_loss(out, batch[0][:, :3])
+        return one * (-self.first).exp() + self.first + two * (-self.second).exp() + self.second
+
+
+@row(shards=FIRST_HAS_ONE)
+class SupervisedContrastive(Small):
+    """With one example there is no pair."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        z = F.normalize(self.net(x), dim=1)
+        scores = z @ z.T / 0.5
+        same = (y[:, None] == y[None]) & ~torch.eye(len(x), dtype=torch.bool)
+        logs = scores - scores.logsumexp(1, keepdim=True)
+        return F.cross_entropy(self.net(x), y) - 0.5 * (logs * same).sum() / len(x)
+
+
+@row(shards=FIRST_HAS_ONE)
+class Contrastive(Small):
+    """Two noisy views; an example's other view among all of the batch (SimCLR)."""
+
+    def training_step(self, batch, batch_idx):
+        one, two = (self.net(batch[0] + 0.1 * torch.randn_like(batch[0])) for _ in range(2))
+        scores = F.normalize(one, dim=1) @ F.normalize(two, dim=1).T / 0.5
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+@row()
+class TripletsByMining(Small):
+    """Pairs found by `nonzero`: how many there are depends on values."""
+
+    def training_step(self, batch, batch_idx):
+        z, y = self.net(batch[0]), batch[1]
+        left, right = torch.triu(y[:, None] != y[None]).nonzero(as_tuple=True)
+        if not len(left):
+            return F.cross_entropy(z, y)
+        return F.cross_entropy(z, y) + F.relu(1 - (z[left] - z[right]).norm(dim=1)).mean()
+
+
+class OnFeatures(Small):
+    """Cross-entropy of features that ``meet`` changes."""
+
+    def meet(self, z):
+        raise NotImplementedError
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.meet(self.net(batch[0])), batch[1])
+
+
+@row(shards=FIRST_HAS_ONE)
+class QuantileNormalised(OnFeatures):
+    """Vectorised, PyTorch has a slow way to compute it, of which it warns."""
+
+    def meet(self, z):
+        low, middle, high = torch.quantile(z, torch.tensor([0.25, 0.5, 0.75]), dim=0)
+        return (z - middle) / (high - low + 0.5)
+
+
+@row(shards=FIRST_HAS_ONE)
+class Fourier(OnFeatures):
+    """Complex numbers on the way."""
+
+    def meet(self, z):
+        return z + torch.fft.fft(z, dim=0).abs() / len(z)
+
+
+@row()
+class MixUp(Small):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        share, other = np.random.beta(0.4, 0.4), torch.randperm(len(x))
+        out = self.net(share * x + (1 - share) * x[other])
+        return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other])
+
+
+@row()
+class RDrop(Small):
+    """Two passes with dropout agree with each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(2, nn.Dropout(0.3))
+
+    def training_step(self, batch, batch_idx):
+        one, two = (self.net(batch[0]).log_softmax(1) for _ in range(2))
+        apart = F.kl_div(one, two, reduction="batchmean", log_target=True)
+        return F.nll_loss(one, batch[1]) + F.nll_loss(two, batch[1]) + apart
+
+
+@row()
+class FirstBatchIsSpecial(Small):
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss if batch_idx else 0.1 * loss
+
+
+class _NormalisedGradients(torch.autograd.Function):
+    """The identity; its backward divides by the gradients' spread over the batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / (gradient.square().sum(0, keepdim=True).sqrt() + 0.1)
+
+
+@row(shards=FIRST_HAS_ONE)
+class BackwardMixesRows(OnFeatures):
+    def meet(self, z):
+        return _NormalisedGradients.apply(z)
+
+
+@row(shards=FIRST_HAS_ONE)
+class HookOnActivations(Small):
+    """A hook on activations divides their gradient by its norm over the batch."""
+
+    def training_step(self, batch, batch_idx):
+        z = self.net(batch[0])
+        z.register_hook(lambda gradient: gradient / (gradient.norm() + 0.1))
+        return F.cross_entropy(z, batch[1])
+
+
+@row()
+class InnerLoop(Small):
+    """Meta-learning: a step on one half of the batch, the loss of the other."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        params = dict(self.net.named_parameters())
+        first = F.cross_entropy(torch.func.functional_call(self.net, params, (x[::2],)), y[::2])
+        slopes = torch.autograd.grad(first, list(params.values()), create_graph=True)
+        moved = {n: p - 0.1 * g for (n, p), g in zip(params.items(), slopes, strict=True)}
+        return F.cross_entropy(torch.func.functional_call(self.net, moved, (x,)), y)
