@@ -76,17 +76,17 @@ if TYPE_CHECKING:
     from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM as SparseSGDM
 
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
-_HOMES = exported(__file__)
+_MODULES = exported(__file__)
 _ROOMS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_HOMES[name]), name)
+    found = getattr(import_module(_MODULES[name]), name)
     return globals().setdefault(name, with_checked_kinds(found))
 
 

@@ -50,7 +50,7 @@ def test_every_public_name_is_there_and_no_other():
     for name in fl_lightning.__all__:
         assert getattr(fl_lightning, name).__name__ == name
     assert set(fl_lightning.__all__) <= set(dir(fl_lightning))
-    assert set(fl_lightning._HOMES) == set(fl_lightning.__all__)
+    assert set(fl_lightning._MODULES) == set(fl_lightning.__all__)
     rooms = {path.parent.name for path in Path(fl_lightning.__file__).parent.glob("*/__init__.py")}
     assert set(fl_lightning._ROOMS) == rooms
     with pytest.raises(AttributeError, match="'fl_lightning' has no attribute 'Fedaration'"):

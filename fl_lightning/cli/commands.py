@@ -25,7 +25,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFai
 from fl_lightning.core.optuna_extra import optuna_for
 
 # modules that take seconds to import; the function that runs a command has the command's name
-_HOMES = {
+_MODULES = {
     "report": "fl_lightning.reports.run_report",
     "compare": "fl_lightning.experiments.compare",
     "sweep": "fl_lightning.experiments.sweep",
@@ -47,7 +47,7 @@ def parser_of(command: str) -> Parser:
     if command == "sweep":
         optuna_for("a sweep", "sweep")
     parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
-    home = import_module(_HOMES[command])
+    home = import_module(_MODULES[command])
     if command == "network":
         home.add_commands(parser, Parser)
     else:
@@ -66,7 +66,7 @@ def run_command(args: ArgsType) -> None:
 
 def _run(words: Any) -> None:
     command, *rest = words if isinstance(words, list) and words else [""]
-    if command not in _HOMES:
+    if command not in _MODULES:
         run_lightning(words)
         return
     parser = parser_of(command)
@@ -78,7 +78,7 @@ def _run(words: Any) -> None:
         "sweep": {"resolve": resolve, "fit": fit_run},
         "search": {"validate": validate, "resolve": resolve, "defaults": parser.get_defaults()},
     }
-    run = getattr(import_module(_HOMES[command]), command)
+    run = getattr(import_module(_MODULES[command]), command)
     run(parser.parse_args(rest[:at]), **options, **functions.get(command, {}))
 
 

@@ -44,6 +44,8 @@ from fl_lightning.federation.loop import plan_rounds as plan_rounds
 from fl_lightning.federation.loop import set_round as set_round
 from fl_lightning.federation.loop import training_loader as training_loader
 from fl_lightning.federation.options import Options as Options
+from fl_lightning.federation.plan import LocalWork as LocalWork
+from fl_lightning.federation.plan import WorkPlan as WorkPlan
 from fl_lightning.federation.processes.fork import ProcessTraceback as ProcessTraceback
 from fl_lightning.federation.processes.fork import can_fork as can_fork
 from fl_lightning.federation.processes.fork import num_usable_cores as num_usable_cores

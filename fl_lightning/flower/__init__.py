@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "make_client_app", "make_server_app"]
 
-_HOMES = {
+_MODULES = {
     "Channel": "fl_lightning.flower.transport.channel",
     "make_client_app": "fl_lightning.flower.transport.apps",
     "make_server_app": "fl_lightning.flower.transport.apps",
@@ -21,9 +21,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value
 
 

@@ -226,7 +226,7 @@ class RunMask(NamedTuple):
         return f"{self.number} {self.mask.hash()}"
 
 
-def mask_message(mask: RunMask) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def mask_tensors(mask: RunMask) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a mask as options and tensors of an order."""
     state = mask.mask.state_dict()
     bits = {f"{_BITS}{name}": tensor for name, tensor in state["bits"].items()}
@@ -237,7 +237,7 @@ def mask_of(order: Order) -> RunMask | None:
     """Read the mask of an order; None if the order has none.
 
     Raises:
-        OrderRefused: if `mask_message` cannot have written it.
+        OrderRefused: if `mask_tensors` cannot have written it.
     """
     if "mask_number" not in order.options:
         return None
@@ -285,7 +285,7 @@ class MetricSums:
         }
 
 
-def taken_sums(
+def take_metric_sums(
     collector: LogCollector, module: nn.Module, allows: Callable[[str], bool]
 ) -> MetricSums:
     """Return the states of the torchmetrics objects that a site's clients have logged, and reset the objects.
@@ -310,7 +310,7 @@ def taken_sums(
     return MetricSums(logged, states)
 
 
-def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> MetricSums:
+def metric_sums_of(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> MetricSums:
     """Read the states of a site's torchmetrics objects.
 
     Raises:
@@ -347,7 +347,9 @@ def _texts(entry: Any, number: int) -> list[str]:
     return texts
 
 
-def pool_sums(sums: Iterable[MetricSums], collector: LogCollector, module: nn.Module) -> None:
+def pool_metric_sums(
+    sums: Iterable[MetricSums], collector: LogCollector, module: nn.Module
+) -> None:
     """Merge the states of all sites into the module's torchmetrics objects."""
     all_of_them = list(sums)
     for name, epoch_name, place in sorted({tuple(e) for each in all_of_them for e in each.logged}):

@@ -161,13 +161,14 @@ class EncryptedMean(HiddenUpdates):
         self.terms = Terms(most_clients=2)
 
     @property
-    def over_sites(self) -> EncryptedMean | None:
-        """This aggregator with CKKS and ``fraction`` 1, else None: a server must not choose clear coordinates."""
-        return self if self.paillier is None and self.fraction == 1 else None
+    @override
+    def spans_network(self) -> bool:
+        # a server must not choose clear coordinates
+        return self.paillier is None and self.fraction == 1
 
     @property
+    @override
     def hides(self) -> str:
-        """Description of the server's view."""
         part = "" if self.fraction == 1 else f" of {self.fraction:.3g} of the coordinates"
         return (
             f"updates{part} are encrypted with a key that all clients have and the server has not; "
@@ -175,12 +176,8 @@ class EncryptedMean(HiddenUpdates):
             + ("" if self.fraction == 1 else ", and the other coordinates of every update")
         )
 
+    @override
     def begin(self, terms: Terms) -> None:
-        """Prepare for a run with these facts, and make its keys.
-
-        Raises:
-            ConfigurationError: if several processes would have keys of their own.
-        """
         if terms.num_processes > 1:
             raise ConfigurationError(
                 f"EncryptedMean adds what is encrypted with one key, and {terms.num_processes} "
@@ -263,16 +260,12 @@ class EncryptedMean(HiddenUpdates):
         self._cost.bytes_up[update.client_id] = sent.num_bytes
 
     @property
+    @override
     def agreed_sum(self) -> EncryptedSum:
-        """Options of the sums that sites encrypt."""
         return EncryptedSum(self._parameters.degree)
 
+    @override
     def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
-        """Return the vector that a client adds to the sum: its update times its share, float64.
-
-        Raises:
-            ConfigurationError: if the update has a mask of the client's own.
-        """
         check_whole(update, "EncryptedMean")
         share = min(update.num_examples, self.max_examples) / self._most
         values: npt.NDArray[np.float64] = (update.delta.detach().double().cpu() * share).numpy()

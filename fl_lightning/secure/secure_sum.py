@@ -6,12 +6,11 @@ Source: Bonawitz et al. 2017; the protocol is that of `fl_lightning.secure`.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from secrets import randbits
-from typing import Any, Literal, Self
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from fl_lightning.secure.protocol.session import (
 from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.simulation import HiddenSum, shortcut, simulate
 from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
-from fl_lightning.server.protected import ProtectionCost, SumsAtSites, Terms
+from fl_lightning.server.protected import Protected, ProtectionCost, SumsAtSites
 
 # bytes of a vector from which signatures cost less than 20 % of all CPU seconds: best times differ by
 # 7 and 10 % at 8 MB with 10 and 20 clients; at 4 MB by 8, -4, 24 and 18 % with 5 to 50
@@ -192,27 +191,21 @@ class SecureSum:
         return cost.bytes_up[0], cost.bytes_down[0]
 
 
-class HiddenUpdates(Aggregator):
-    """Base of aggregators whose server sees no single update.
-
-    Attributes:
-        protection_cost: cost of the last closed round; empty while a round is open.
-        terms: facts about the run.
-    """
+class HiddenUpdates(Aggregator, Protected):
+    """Base of aggregators whose server sees no single update."""
 
     exchanges = True
-    terms: Terms
+    protection_cost = ProtectionCost()  # each round has one of its own
     _round_index = 0
     _adds_at_sites: SumsAtSites | None = None
-    protection_cost = ProtectionCost()  # each round has one of its own
 
     @property
     @override
-    def protection(self) -> Any:
+    def protection(self) -> Protected:
         return self
 
+    @override
     def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Sum vectors at their sites from now on, by the function ``adds``."""
         self._adds_at_sites = adds
 
     @override
@@ -227,8 +220,9 @@ class HiddenUpdates(Aggregator):
     def load_sums(self, sums: list[Tensor]) -> None:
         return
 
+    @override
     def miss(self, clients: Iterable[int]) -> None:
-        """Called before `close` with the clients of the cohort that sent no update."""
+        return
 
 
 class HiddenIntegers(HiddenUpdates):
@@ -246,43 +240,22 @@ class HiddenIntegers(HiddenUpdates):
     _secure_sum: SecureSum
 
     @property
-    @abstractmethod
-    def hides(self) -> str:
-        """Description of the server's view."""
-
-    @abstractmethod
-    def begin(self, terms: Terms) -> None:
-        """Prepare for a run with these facts.
-
-        Raises:
-            ConfigurationError: if a cohort is too small, or a sum too large.
-        """
+    @override
+    def spans_network(self) -> bool:
+        return self._secure_sum.protocol == "run"
 
     @property
-    def over_sites(self) -> Self | None:
-        """This aggregator if sites can run its protocol; None if the protocol is only counted."""
-        return self if self._secure_sum.protocol == "run" else None
-
-    @property
+    @override
     def agreed_sum(self) -> SecureSum:
-        """Options of the protocol."""
         return self._secure_sum
-
-    @abstractmethod
-    def vector_of(self, update: ClientUpdate) -> RingIntegers:
-        """Vector that a client adds to the sum, shape (size,).
-
-        Raises:
-            ConfigurationError: if the update is under a mask of the client's own.
-        """
 
     def sent_size(self, size: int) -> int:
         """Number of integers in the vector of an update with this number of coordinates."""
         return size
 
+    @override
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return the bytes that a client sends and receives if no client drops out."""
-        secure_sum = self._secure_sum
+        secure_sum = self._secure_sum  # and no client drops out
         num_clients = max(num_clients, secure_sum.min_survivors or 0)
         return secure_sum.typical_bytes(self.sent_size(size), num_clients)
 

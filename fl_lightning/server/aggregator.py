@@ -21,7 +21,7 @@ from typing_extensions import override
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, Updates
-from fl_lightning.server.means.running_mean import ExactMean, RunningMean, new_mean
+from fl_lightning.server.means.running_mean import ExactMean, RunningMean, check_summable, new_mean
 from fl_lightning.server.protected import NoiseShares, Protected
 from fl_lightning.server.robust.matrix import UpdateRows
 
@@ -113,7 +113,7 @@ class Aggregator(ABC):
         traits = BY_STEPS | _OF_ANY if self.needs_effective_steps else _OF_ANY
         if self.protection is None:
             return traits
-        if self.protection.over_sites is None:
+        if not self.protection.spans_network:
             traits |= _IN_CLEAR_OVER_SITES
         return (
             traits if self.noise_shares is None else traits.without(Trait.PRIVATE_CLIENTS)
@@ -130,6 +130,21 @@ class Aggregator(ABC):
     @abstractmethod
     def open(self, like: Tensor) -> None:
         """Start a round whose deltas have the shape (k,), dtype and device of ``like``."""
+
+    def check(self, update: ClientUpdate, num_updates: int) -> None:
+        """Raise if the update of one client could make the whole round fail.
+
+        Called with finite updates that remote clients have sent, before they are added.
+
+        Args:
+            update: update of a client.
+            num_updates: number of updates in the round.
+
+        Raises:
+            RoundFailure: saying what the aggregator cannot use.
+        """
+        if self.exact:
+            check_summable(update.buffers, update.num_examples, num_updates)
 
     @abstractmethod
     def add(self, update: ClientUpdate) -> None:
@@ -211,6 +226,12 @@ class WeightedMean(FoldedMeans):
     def open(self, like: Tensor) -> None:
         self._mean = new_mean(like, exact=self.exact)
         self._means = {"mean": self._mean}
+
+    @override
+    def check(self, update: ClientUpdate, num_updates: int) -> None:
+        super().check(update, num_updates)
+        if self.exact:
+            check_summable(update.delta, self.weight(update), num_updates)
 
     def add(self, update: ClientUpdate) -> None:
         """Add one update.

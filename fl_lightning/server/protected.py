@@ -41,52 +41,55 @@ class ProtectionCost:
 
 
 class Protected(Protocol):
-    """An aggregator whose clients do not send deltas in clear, see `Aggregator.protection`."""
+    """An aggregator whose clients do not send deltas in clear, see `Aggregator.protection`.
 
-    @property
-    def protection_cost(self) -> ProtectionCost:
-        """Bytes and seconds of the last closed round; empty while a round is open."""
+    Over a network, the vectors of a sum stay at the clients' sites.
+
+    Attributes:
+        protection_cost: bytes and seconds of the last closed round; empty while a round is open.
+        terms: facts about the run, see `begin`.
+    """
+
+    protection_cost: ProtectionCost
+    terms: Terms
 
     @property
     def hides(self) -> str:
         """Sentence that says what the server sees instead of updates, and how they are protected."""
 
     @property
-    def over_sites(self) -> SumsOverSites | None:
-        """Sums over remote clients, or None if it supports only simulation."""
+    def spans_network(self) -> bool:
+        """True if sites can compute the sums; False if these are only simulated."""
+
+    @property
+    def agreed_sum(self) -> Any:
+        """The protocol with the configured options, which a server may not change."""
 
     def begin(self, terms: Terms) -> None:
-        """Called once before the first round."""
+        """Called once before the first round, with the same facts at the server and at sites.
+
+        Raises:
+            ConfigurationError: if sums are not possible in this run.
+        """
+
+    def start_round(self, round_index: int) -> None:
+        """Called before the first update of a round."""
+
+    def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
+        """Return the vector that a client adds to the sum of the current round, shape (size,).
+
+        Raises:
+            ConfigurationError: if the update has a mask of the client's own.
+        """
+
+    def sum_at_sites(self, adds: SumsAtSites) -> None:
+        """Sum the vectors at the sites by ``adds``; from now on `add` only counts updates."""
 
     def miss(self, clients: Iterable[int]) -> None:
         """Called before `close` with the clients of the cohort that sent no update."""
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
         """Return the bytes of a client for ``size`` numbers: (uploaded, downloaded besides the model)."""
-
-
-class SumsOverSites(Protocol):
-    """Hidden sums over remote clients: the vectors of the sites, and their sum at the server."""
-
-    @property
-    def terms(self) -> Terms:
-        """Facts about the run, from the server; the sites begin with the same."""
-
-    def begin(self, terms: Terms) -> None:
-        """Called once before the first round."""
-
-    @property
-    def agreed_sum(self) -> Any:
-        """The protocol with the configured options, which a server may not change."""
-
-    def start_round(self, round_index: int) -> None:
-        """Called before the first update of a round."""
-
-    def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
-        """Return the integers that stand for a client's update in the sum of the current round."""
-
-    def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Sum the vectors at the sites by ``adds``; from now on `add` only counts updates."""
 
 
 class NoiseShares(Protocol):

@@ -421,6 +421,21 @@ def test_a_loss_of_the_modules_own_stands_beside_ours():
     assert float(logged["train/loss_epoch"]) == pytest.approx(2 * float(logged["train/loss"]))
 
 
+class LogsNaN(ToyModule):
+    def training_step(self, batch, batch_idx):
+        self.log("train/loss", torch.nan)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_a_logged_loss_that_is_not_finite_fails_no_client(engine):
+    plain, logging_nan = toy(), toy(LogsNaN)
+    run(plain, "sequential")
+    trainer = run(logging_nan, engine)
+    assert trainer.callback_metrics["train/loss"].isnan()
+    torch.testing.assert_close(weights(plain), weights(logging_nan), rtol=1e-4, atol=1e-5)
+
+
 class Item(ToyModule):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

@@ -1,7 +1,9 @@
 """Answers in the right form that say what no site could mean: the server does without them, and goes on."""
 
+import tracemalloc
 import warnings
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +19,9 @@ from fl_lightning.core.plain_json import MessageError
 from fl_lightning.data import Digits, FederatedDataModule
 from fl_lightning.flower.documents import document_of, read_document
 from fl_lightning.flower.messages import Answer
-from fl_lightning.flower.packing import told_sums
+from fl_lightning.flower.packing import metric_sums_of
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import DataElsewhere
+from fl_lightning.flower.server.elsewhere import DataElsewhere, WorkElsewhere
 from fl_lightning.flower.server.greeting import SiteFacts, facts_of
 
 pytestmark = OF_RUNS
@@ -81,7 +83,7 @@ def of_payloads():
         "the weight of a billion examples",
         changed(lambda payload: with_numbers(payload, 2, 10**9)),
     )
-    yield "numbers of 1e30", changed(of_large_numbers)
+    yield "numbers of 1e30", changed(partial(with_entries, value=1e30))
     yield "a billion steps", changed(lambda payload: with_numbers(payload, 3, 10**9))
 
 
@@ -92,15 +94,29 @@ def with_numbers(payload, at, number):
     return as_tensor(write("update", fields, tensors))
 
 
-def of_large_numbers(payload):
-    """Return an update whose sum with others overflows."""
+def with_entries(payload, value):
+    """Return an update whose entries are one number."""
     fields, tensors = read(bytes_of(payload), "update")
-    large = {n: torch.full_like(t, 1e30) for n, t in tensors.items() if t.is_floating_point()}
-    return as_tensor(write("update", fields, tensors | large))
+    entries = {n: torch.full_like(t, value) for n, t in tensors.items() if t.is_floating_point()}
+    return as_tensor(write("update", fields, tensors | entries))
+
+
+def of_too_large_entries():
+    """Lies whose entries are finite, and too large for an exact sum."""
+    changed = partial(with_entries, value=1e15)
+    yield (
+        "numbers of 1e15",
+        lambda answer: replace(
+            answer,
+            tensors={
+                n: changed(t) if n.endswith("payload") else t for n, t in answer.tensors.items()
+            },
+        ),
+    )
 
 
 def of_losses():
-    cases = [("train/loss", torch.nan), ("train/loss", torch.inf)]
+    cases = [("train/loss", value) for value in (torch.nan, torch.inf)]
     cases += [("train/loss per example", weight) for weight in (torch.nan, torch.inf, -1.0, 1e30)]
     for name, value in cases:
         metrics = {"train/loss": torch.tensor(1.0)} | {name: torch.tensor(value)}
@@ -155,6 +171,8 @@ SKIPPING = {
     "federation__min_replies": 1,
 }
 SCAFFOLD = {"federation__correction": built("Scaffold")}
+FAIR = {"federation__aggregator": built("server.QFedAvg")}
+EXACT = {"federation__aggregator": built("Mean", exact=True)}
 NOVA = {"federation__aggregator": built("NormalisedMean")}
 LOSSY = {"federation__updates": [built("updates.QSGD", bits=8)]}
 
@@ -164,17 +182,22 @@ USED = {  # lies that could be true
     *("optimizer_steps (1, 2, 3)", "optimizer_steps None", "a loss of bf16", "a loss of bool"),
     *("a loss of one number", "a loss of a scalar", "a loss of a table", "a loss of bytes"),
     *("no metrics", "strange metrics", "facts", "no facts"),
+    # which a module may log
+    *("a train/loss of nan", "a train/loss of inf"),
 }
 
 
-def is_refused(lie):
-    return lie not in USED and not lie.startswith("logged") and lie != "no options"
+def is_refused(lie, options):
+    by_losses = options is FAIR and lie.startswith("a train/loss of")
+    return by_losses or (lie not in USED and not lie.startswith("logged") and lie != "no options")
 
 
 @pytest.mark.parametrize(
     ("options", "lies"),
     [
         pytest.param(SCAFFOLD, [*of_tensors(NUMBERS), *of_payloads(), *of_losses()], id="tensors"),
+        pytest.param(FAIR, list(of_losses())[:1], id="losses"),
+        pytest.param(EXACT, list(of_too_large_entries()), id="exact sums"),
         pytest.param(NOVA | LOSSY, list(of_clients()), id="clients", marks=pytest.mark.slow),
         pytest.param({}, list(of_options()), id="options", marks=pytest.mark.slow),
     ],
@@ -189,7 +212,8 @@ def test_what_is_no_update_is_left_out(options, lies, tmp_path, recwarn):
     assert network["epoch"] == len(lies) - 1
     assert all(bool(weight.isfinite().all()) for weight in network["state_dict"].values())
     skipped = [line for line in map(str, (each.message for each in recwarn)) if "at site b" in line]
-    assert len(skipped) == 2 * sum(map(is_refused, channel.told)), "\n".join(skipped)
+    refused = [lie for lie in channel.told if is_refused(lie, options)]
+    assert len(skipped) == 2 * len(refused), "\n".join(skipped)
 
 
 @pytest.mark.slow
@@ -229,9 +253,15 @@ def test_a_site_that_claims_a_billion_examples_a_client_costs_no_memory():
     elsewhere = DataElsewhere(
         data, num_examples=sizes, held_out=held, batch_size=32, drop_last=False
     )
-    assert elsewhere.clients.num_examples.tolist() == [10**9] * 100
-    assert elsewhere.clients.starts[-1] == 10**11
-    assert elsewhere.clients.indices.strides == (0,)
+    tracemalloc.start()
+    work = WorkElsewhere(elsewhere, seed=0).of(range(0, 100, 2), 3)
+    told = elsewhere.summary().as_line()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 10**6  # bytes
+    assert (len(work), work[1].client_id, work[1].num_examples) == (50, 2, 10**9)
+    assert work.rounds.tolist() == [3] * 50
+    assert "100 clients with 1,000,000,000 examples" in told
 
 
 class Largest(torchmetrics.MaxMetric):
@@ -244,9 +274,9 @@ def test_states_of_metrics_that_are_not_finite_are_refused(value):
     for place, state in (("sum", "sum_value"), ("largest", "max_value")):
         logged, name = [["x", "x", place]], f"stage/metrics/{place}/{state}"
         none = module[place].metric_state[state].clone()
-        assert told_sums(logged, {name: none}, module).states == {place: {state: none}}
+        assert metric_sums_of(logged, {name: none}, module).states == {place: {state: none}}
         with pytest.raises(ValueError, match=f"state {state} of its metric x is not finite"):
-            told_sums(logged, {name: torch.full_like(none, value)}, module)
+            metric_sums_of(logged, {name: torch.full_like(none, value)}, module)
 
 
 def test_what_a_site_says_of_itself_comes_back_as_it_was():

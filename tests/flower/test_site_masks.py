@@ -19,8 +19,8 @@ from fl_lightning.flower.messages import Answer, ClientAnswer, Order, OrderRefus
 from fl_lightning.flower.packing import (
     RunMask,
     hold_model,
-    mask_message,
     mask_of,
+    mask_tensors,
     model_tensors,
 )
 from fl_lightning.flower.server.correspondence import Correspondence
@@ -72,14 +72,14 @@ def test_a_model_that_does_not_fit_changes_nothing(change):
 
 
 def test_a_mask_arrives_with_its_number():
-    options, tensors = mask_message(RunMask(MASK, 3))
+    options, tensors = mask_tensors(RunMask(MASK, 3))
     assert mask_of(order(options=options, tensors=tensors)) == RunMask(MASK, 3)
     assert mask_of(order()) is None
 
 
 @pytest.mark.parametrize("damage", ["bits", "shape", "hash", "none"])
 def test_a_damaged_mask_is_refused(damage):
-    options, tensors = mask_message(RunMask(MASK, 0))
+    options, tensors = mask_tensors(RunMask(MASK, 0))
     if damage == "bits":
         tensors = {name: tensor ^ 2 for name, tensor in tensors.items()}
     elif damage == "shape":

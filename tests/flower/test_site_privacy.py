@@ -17,7 +17,7 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.policy import Refused
 from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget
-from fl_lightning.flower.site.order_queue import Done, OrderQueue, OutOfTime
+from fl_lightning.flower.site.order_queue import OrderQueue, OrderResult, OutOfTime
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.privacy.accounting.gaussian import composed_epsilon
 from fl_lightning.privacy.mechanism import AccountedRun
@@ -230,7 +230,7 @@ def test_an_order_that_takes_too_long_ends_as_refused():
     queue.fail(late.value)
     assert isinstance(queue.wait().error, Refused)
     queue.start_clock()
-    queue.answer(Done())
+    queue.answer(OrderResult())
     time.sleep(0.4)  # nobody is late any more
 
 

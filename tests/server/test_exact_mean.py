@@ -1,5 +1,7 @@
 """Exact means: the same bits in any order, grouping and number of processes; close to float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,8 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.server.means.mean import Mean
-from fl_lightning.server.means.running_mean import ExactMean, RunningMean
+from fl_lightning.server.means.mean import Mean, NormalisedMean
+from fl_lightning.server.means.running_mean import LARGEST_SUM, ExactMean, RunningMean
 from fl_lightning.server.server import Server
 
 numbers = st.floats(-1e4, 1e4, width=32)
@@ -127,6 +129,25 @@ def test_sums_beyond_the_range_are_refused():
     mean.add(torch.tensor([-1e9]), 4000)
     with pytest.raises(RoundFailure, match="exact: false"):
         mean.value()
+
+
+@pytest.mark.parametrize("aggregator", [Mean(exact=True), NormalisedMean(exact=True)])
+def test_no_round_of_updates_that_were_checked_is_beyond_the_range(aggregator):
+    most = LARGEST_SUM / 4 / 10  # of the entries of 4 clients with 10 examples each
+    about = {"num_examples": 10, "num_steps": 1, "effective_steps": 1.0}
+    aggregator.open(torch.empty(1, dtype=torch.float64))
+    for _ in range(4):
+        delta = torch.tensor([-most], dtype=torch.float64)
+        aggregator.check(update := ClientUpdate(0, delta, torch.empty(0), **about), 4)
+        aggregator.add(update)
+    assert aggregator.close().tolist() == [-most]
+    large = torch.tensor([0.0, 1.001 * most])
+    for delta, buffers in ((large, torch.empty(0)), (torch.zeros(2), large)):
+        with pytest.raises(RoundFailure, match="too large for exact: true, which adds entries up"):
+            aggregator.check(ClientUpdate(0, delta, buffers, **about), 4)
+    if aggregator.needs_effective_steps:
+        with pytest.raises(RoundFailure, match="too large for exact: true"):
+            aggregator.check(replace(update, effective_steps=1e12), 4)
 
 
 @pytest.mark.parametrize(("exact", "num_collectives"), [(False, 1), (True, 2)])

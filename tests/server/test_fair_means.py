@@ -1,5 +1,7 @@
 """Means that look at losses or at clusters: q-FedAvg, tilted, AFL, averages of cluster centres."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -80,6 +82,18 @@ def test_losses_that_cannot_be_used_are_told():
         opened(QFedAvg(1.0, 0.1), [([0.0, 0.0], None, 1)])
     with pytest.raises(RoundFailure, match="lower the tilt"):
         opened(TiltedMean(1000.0), [([0.0, 0.0], 1.0, 1)])
+    with pytest.raises(RoundFailure, match="lower q"):
+        opened(QFedAvg(10.0, 0.1), [([0.0, 0.0], 1e38, 1)])
+
+
+@pytest.mark.parametrize("rule", [QFedAvg(1.0, 0.1), TiltedMean(1.0), AFL(0.1)])
+def test_a_logged_loss_that_is_not_finite_is_named_before_its_update_is_added(rule):
+    rule.open(torch.empty(1))
+    metrics = {"train/loss": torch.tensor(torch.nan)}
+    update = ClientUpdate(7, torch.ones(1), torch.empty(0), 1, 1, metrics)
+    for receive in (partial(rule.check, num_updates=1), rule.add):
+        with pytest.raises(RoundFailure, match="client 7 has logged a train/loss of nan"):
+            receive(update)
 
 
 vectors = st.lists(st.floats(-3, 3), min_size=1, max_size=6).map(np.array)

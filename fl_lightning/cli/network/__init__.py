@@ -227,7 +227,7 @@ def status(*, folder: str) -> None:
     _say(f"\nruns: {len(known)}" if known else "\nno runs yet")
     if known:
         _say(markdown(["run", "state", "started"], known[:5]))
-        _say(f"last words: {last_log_line(served)}")
+        _say(f"last line: {last_log_line(served)}")
 
 
 def demo(

@@ -33,7 +33,7 @@ from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most
 from fl_lightning.flower.server.elsewhere import SUMS, VALUES, of_transforms
 from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.fit import AtSite, Fit
-from fl_lightning.flower.site.order_queue import Done
+from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.site.site import Site
 from fl_lightning.flower.transport.resident import log_to, serve
 
@@ -126,7 +126,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 sum_key=policy.sum_key_fingerprint,
                 most_bytes=policy.most_bytes,
             )
-            fit.queue.answer(Done(options=document_of(facts)))
+            fit.queue.answer(OrderResult(options=document_of(facts)))
             order = fit.queue.first_order()
             if order is not None:
                 check_most("num_clients", order.options["num_clients"], MOST_CLIENTS)
@@ -184,7 +184,7 @@ class SiteCalibration:
         """Return the object that puts masks on a Trainer's module."""
         return self._calibration.mask_applier(trainer)
 
-    def answer(self, trainer: Trainer, order: Order) -> Done:
+    def answer(self, trainer: Trainer, order: Order) -> OrderResult:
         """Compute the answers of an order's clients with the order's model; the module is not changed."""
         found = self._scores if order.options.get("what") == "scores" else self._sums
         answers: list[ClientAnswer] = []
@@ -192,7 +192,7 @@ class SiteCalibration:
         for client, num_examples, sums in found(trainer, order):
             answers.append(ClientAnswer(client=client, num_examples=num_examples))
             tensors |= {f"{client}/{SUMS}{name}": tensor.cpu() for name, tensor in sums.items()}
-        return Done(answers, tensors)
+        return OrderResult(answers, tensors)
 
     def _scores(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
         """Return for each client its id, its number of examples and its scores."""

@@ -43,7 +43,7 @@ from fl_lightning.federation import (
     own_run_folder,
 )
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.packing import MetricSums, pool_sums
+from fl_lightning.flower.packing import MetricSums, pool_metric_sums
 from fl_lightning.flower.server.correspondence import Reply
 from fl_lightning.flower.server.greeting import Counted
 from fl_lightning.flower.server.sites import Sites
@@ -179,8 +179,9 @@ class AsynchronousSites(Sites):
             self._note_sums(reply, told)
             sums += told.values()
             [part] = reply.parts
-            yield self._upload_of(part, self._versions.start(version, start), packing)
-        pool_sums(sums, self.collector, self._run.module)
+            began = self._versions.start(version, start)
+            yield self._upload_of(part, began, packing, len(step.versions))
+        pool_metric_sums(sums, self.collector, self._run.module)
 
     def _next_end(self, at_work: Sequence[StartedClient]) -> FinishedClient:
         """Send the orders that are due, and return the client whose answer comes next."""

@@ -99,7 +99,7 @@ def by_site(clients: Iterable[int], site_of: Mapping[int, str]) -> dict[str, tup
 
 
 @dataclass(eq=False)
-class _Asked:
+class _PendingOrder:
     """An order that was sent, or that waits behind another one to the same site.
 
     Attributes:
@@ -132,7 +132,7 @@ class Correspondence:
 
     def __init__(self, channel: Channel, *, deadline: float = 3600.0) -> None:
         self._channel, self._deadline = channel, deadline
-        self._lines: dict[str, deque[_Asked]] = {}  # orders by site; the first one was sent
+        self._lines: dict[str, deque[_PendingOrder]] = {}  # orders by site; the first one was sent
         self._posted: deque[Reply] = deque()  # replies to posted orders
 
     def greet(self, write: Callable[[], Order], wanted: int) -> dict[str, Answer]:
@@ -204,20 +204,20 @@ class Correspondence:
 
     def _put(
         self, site: str, order: Order, greeting: bytes = b"", *, ahead: bool = False
-    ) -> _Asked:
+    ) -> _PendingOrder:
         content = order.to_bytes()
-        asked = _Asked(site, order, content, greeting or content)
+        asked = _PendingOrder(site, order, content, greeting or content)
         line = self._lines.setdefault(site, deque())
         line.insert(1 if ahead else len(line), asked)
         if line[0] is asked:
             self._send(asked)
         return asked
 
-    def _send(self, asked: _Asked) -> None:
+    def _send(self, asked: _PendingOrder) -> None:
         asked.until = time.monotonic() + self._deadline
         self._channel.send(asked.site, asked.sent, self._deadline)
 
-    def _take_out(self, asked: _Asked) -> None:
+    def _take_out(self, asked: _PendingOrder) -> None:
         """Remove an order from the line of its site; the next one is sent if it was the first."""
         line = self._lines.get(asked.site, deque())
         if asked not in line:
@@ -227,7 +227,7 @@ class Correspondence:
         if line and was_first:
             self._send(line[0])
 
-    def _receive(self) -> list[tuple[_Asked, Reply]]:
+    def _receive(self) -> list[tuple[_PendingOrder, Reply]]:
         """Return orders with their replies, answered or given up, after at most a second."""
         found, now = [], time.monotonic()
         left = min((a.until - now for a in self._in_progress() if a.until), default=_PAUSE)
@@ -244,10 +244,10 @@ class Correspondence:
         self._ask_again()
         return found
 
-    def _in_progress(self) -> list[_Asked]:
+    def _in_progress(self) -> list[_PendingOrder]:
         return [line[0] for line in self._lines.values() if line]
 
-    def _reply(self, came: bytes | None, asked: _Asked) -> Reply | None:
+    def _reply(self, came: bytes | None, asked: _PendingOrder) -> Reply | None:
         """Return the reply of a site to its order; None if the order was sent again."""
         site = asked.site
         found = self._read(site, came, digest(asked.sent))
@@ -280,7 +280,7 @@ class Correspondence:
             due[site].again_at, due[site].sent = None, greeting
             self._channel.send(site, greeting, self._left(due[site]))
 
-    def _left(self, asked: _Asked) -> float:
+    def _left(self, asked: _PendingOrder) -> float:
         return max(1.0, (asked.until or 0.0) - time.monotonic())
 
     def _read(self, site: str, came: bytes | None, name: str) -> Answer | str | None:

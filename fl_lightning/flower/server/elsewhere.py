@@ -8,19 +8,21 @@ is bit-identical to a simulation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from typing_extensions import override
 
+from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import conflicts
 from fl_lightning.data.federated import MAX_CLIENTS_COUNTED, FederatedDataModule
 from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary
-from fl_lightning.federation import Options, network_parts, shown_by
+from fl_lightning.federation import LocalWork, Options, WorkPlan, network_parts, shown_by
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import model_tensors, of_stage
 from fl_lightning.flower.server.correspondence import Correspondence, by_site
@@ -82,7 +84,7 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def clients(self) -> FlatShards:
-        """Shards with the number of examples of each client; the indices in them mean nothing."""
+        """Shards with the number of examples of each client, without indices."""
         return self._shards
 
     @property
@@ -119,12 +121,39 @@ class DataElsewhere(FederatedDataModule):
 
 
 def _shards_of(sizes: Mapping[int, int]) -> FlatShards:
-    """Return shards with these numbers of examples, whose indices take no memory: a site may lie."""
+    """Return shards with these numbers of examples, and no indices: a site may claim any number."""
     lengths = np.array([sizes[client] for client in sorted(sizes)], np.int64)
     shards = FlatShards(np.empty(0, np.int32), np.zeros_like(lengths))
-    shards.num_examples, shards.starts = lengths, np.concatenate([[0], np.cumsum(lengths)])
-    shards.indices = np.broadcast_to(np.int32(0), (int(lengths.sum()),))
+    shards.num_examples = lengths
     return shards
+
+
+@final
+class WorkElsewhere(WorkPlan):
+    """Plan of a server: which clients train in which round. Sites draw examples and steps.
+
+    Args:
+        data: data module of the server.
+        seed: seed of the run.
+    """
+
+    def __init__(self, data: FederatedDataModule, seed: int) -> None:
+        super().__init__(data, LocalWork(None, None, accumulate=1, seed=seed))
+        self._seed, self._num_examples = seed, data.clients.num_examples
+
+    @override
+    def of(self, clients: Sequence[int], rounds: int | Sequence[int]) -> GroupWork:
+        # no index of an example: their number is what a site claims
+        chosen, nothing = np.array(clients, np.int64), np.empty(0, np.int64)
+        return GroupWork(
+            client_ids=chosen,
+            num_examples=self._num_examples[chosen],
+            order=torch.from_numpy(nothing),
+            sizes=nothing,
+            num_steps=np.zeros_like(chosen),
+            rounds=np.broadcast_to(np.array(rounds, np.int64), chosen.shape),
+            root_seed=self._seed,
+        )
 
 
 SCALED = "16-mixed"  # a precision

@@ -22,7 +22,7 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation import RoundRecord, Stage
 from fl_lightning.flower.documents import Positive, check_fields, read_document
 from fl_lightning.flower.messages import Answer, Kind, Order
-from fl_lightning.flower.packing import RunMask, mask_message, model_tensors
+from fl_lightning.flower.packing import RunMask, mask_tensors, model_tensors
 from fl_lightning.sparsity.masks.mask import Mask
 
 
@@ -78,7 +78,7 @@ class Greeting:
         options: dict[str, Any] = {"configuration": self._configuration}
         tensors: dict[str, Tensor] = {}
         if (mask := self.mask) is not None:
-            more, tensors = mask_message(mask)
+            more, tensors = mask_tensors(mask)
             options |= more
             options["num_clients"] = len(self._trainer.datamodule.clients)  # type: ignore[attr-defined]
             tensors |= model_tensors(self._trainer.lightning_module)

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
-from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.core.metrics import PER_EXAMPLE
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.traits import check_together
@@ -42,11 +42,12 @@ from fl_lightning.flower.packing import (
     MetricSums,
     Packing,
     constants_digest,
+    metric_sums_of,
     of_stage,
-    pool_sums,
-    told_sums,
+    pool_metric_sums,
 )
 from fl_lightning.flower.server.correspondence import Correspondence, Part, Reply, by_site
+from fl_lightning.flower.server.elsewhere import WorkElsewhere
 from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.server.sums import EncryptedOverSites, SitesOfRound, SumOverSites
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
@@ -84,6 +85,7 @@ class Sites(FitClients):
         signing_keys: Mapping[str, bytes],
     ) -> None:
         super().__init__(run, options, stages)
+        self.plan = WorkElsewhere(run.data, options.seed)
         for stage in options.handed:
             check_together({type(stage).__name__: stage.traits, **NETWORK})
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
@@ -97,7 +99,7 @@ class Sites(FitClients):
         _, self.stages_ahead = stages.around(self._transport)
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._trained_on = ""  # hash of the orders of the current round, for hidden sums
-        self._sums = None if hidden is None else hidden.aggregator.over_sites
+        self._sums = None if hidden is None else hidden.aggregator
         if self._sums is not None:
             write = partial(self._order, "sum")
             sites = SitesOfRound(
@@ -136,9 +138,9 @@ class Sites(FitClients):
             self._note_sums(reply, sums)
             came |= {part.client: part for part in reply.parts}
             while place < len(clients) and clients[place] in came:
-                yield self._upload_of(came.pop(clients[place]), start, packing)
+                yield self._upload_of(came.pop(clients[place]), start, packing, len(clients))
                 place += 1
-        pool_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
+        pool_metric_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
 
     def evaluate(self, stage: str, clients: Sequence[int]) -> dict[int, dict[str, Tensor]]:
         """Metrics of the module's model on the clients' held-out examples, by client.
@@ -185,7 +187,7 @@ class Sites(FitClients):
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
         self._note_reductions(reply.site, reply.answer)
         try:
-            told = told_sums(logged, tensors, self._run.module)
+            told = metric_sums_of(logged, tensors, self._run.module)
             if names := [entry[1] for entry in told.logged if _OF_SERVER.match(entry[1])]:
                 raise ValueError(f"it logs {names[0]}, which the server measures itself")
             sums[reply.site] = told
@@ -263,41 +265,58 @@ class Sites(FitClients):
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]
 
-    def _upload_of(self, part: Part, start: Start, packing: Packing) -> Upload | Missing:
-        """Return the upload of a client as `Transport` yields it, or the reason that it is missing."""
+    def _upload_of(
+        self, part: Part, start: Start, packing: Packing, num_updates: int
+    ) -> Upload | Missing:
+        """Return the upload of a client as `Transport` yields it, or the reason that it is missing.
+
+        Args:
+            part: the client's part of a site's reply.
+            start: start of the clients of the round.
+            packing: reads updates.
+            num_updates: number of updates of the round, those that are missing included.
+        """
         start = start._replace(num_bytes=part.bytes_down)
+        aggregator = as_aggregator(self._options.aggregator)
         try:
             if part.answer is None:
                 raise _Unusable(part.reason)
             num_examples = int(self._run.data.clients.num_examples[part.client])
-            counts_steps = as_aggregator(self._options.aggregator).needs_effective_steps
+            counts_steps = aggregator.needs_effective_steps
             check_plausible(part.answer, num_examples, counts_steps=counts_steps)
-            return self._read(part.answer, part, start, packing)
-        except (_Unusable, MessageError, ValueError, KeyError) as error:
+            update = self._read(part.answer, part, packing)
+            aggregator.check(update, num_updates)
+            return self._upload(part.answer, part, start, update)
+        except (_Unusable, RoundFailure, MessageError, ValueError, KeyError) as error:
             failure = ClientFailure(part.client, f"at site {part.reply.site}: {error}")
             return Missing(start, failure)
 
-    def _read(self, answer: ClientAnswer, part: Part, start: Start, packing: Packing) -> Upload:
+    def _read(self, answer: ClientAnswer, part: Part, packing: Packing) -> ClientUpdate:
+        """Return the update of a client; it has no numbers if these are hidden."""
         if self._sums is None:
             payload, began = part.tensors.get("payload"), part.reply.order.round
             opened = packing.opened_update(payload, answer, began)
-        else:  # without numbers, which are hidden
+        else:
             nothing = torch.empty(0, dtype=self.local.space.dtype)
             given = answer.client, nothing, nothing, answer.num_examples, answer.num_steps
             opened = ClientUpdate(*given)
-        update = replace(
+        return replace(
             opened,
             metrics={n: v for n, v in answer.metrics.items() if not _OF_SERVER.match(n)},
             effective_steps=answer.effective_steps,
             optimizer_steps=answer.optimizer_steps,
         )
+
+    def _upload(
+        self, answer: ClientAnswer, part: Part, start: Start, update: ClientUpdate
+    ) -> Upload:
         for stage in self._talking:
             stage.from_site(answer.client, of_stage(f"stage/{stage.key}/", part.tensors))
         arrived = Updates.of(update)
         if not self._transport.is_lossy:
             return Upload(start, arrived, arrived, part.bytes_up)
         made = Updates.of(replace(update))
-        facts = {n: torch.tensor(v, dtype=opened.delta.dtype) for n, v in answer.facts.items()}
+        facts = {n: torch.tensor(v, dtype=update.delta.dtype) for n, v in answer.facts.items()}
         if NORM in facts:
             vars(next(iter(made)))["norm"] = facts[NORM]  # of what the client has sent, in full
         return Upload(start, made, arrived, part.bytes_up, facts.get(ERROR))
@@ -339,5 +358,3 @@ def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bo
             raise ValueError(f"its metric {name} is of {metric.dtype}")
         if name.endswith(PER_EXAMPLE) and not bool((metric > 0) & (metric <= MOST_PER_EXAMPLE)):
             raise ValueError(f"its weight {name} is {float(metric)}")
-        if name == "train/loss" and not bool(metric.isfinite()):  # aggregators weight by it
-            raise ValueError(f"its training loss is {float(metric)}")

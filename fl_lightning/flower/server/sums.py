@@ -201,12 +201,14 @@ class EncryptedOverSites:
     def _waves(self, asked: EncryptedStage, layout: CKKSLayout) -> Iterator[dict[str, Order]]:
         """Yield orders to encrypt, with a limited number of clients per site at a time."""
         size = layout.num_ciphertexts * ciphertext_bytes(layout.parameters)
-        at_once = max(1, MOST_BYTES // max(1, size))
+        num_together = max(1, MOST_BYTES // max(1, size))
         left = {site: iter(c) for site, c in by_site(asked.clients, self._sites.site_of).items()}
         options = document_of(asked)
         key = {KEY: as_tensor(self._key)}
         while True:
-            next_ones = {site: tuple(islice(clients, at_once)) for site, clients in left.items()}
+            next_ones = {
+                site: tuple(islice(clients, num_together)) for site, clients in left.items()
+            }
             if not any(next_ones.values()):
                 return
             yield {

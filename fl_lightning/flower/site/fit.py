@@ -33,7 +33,7 @@ from fl_lightning.flower.packing import RunMask, hold_model, mask_of
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.flower.site.memory import Calibrates, PutsMasks, SiteMemory
-from fl_lightning.flower.site.order_queue import Done, OrderQueue
+from fl_lightning.flower.site.order_queue import OrderQueue, OrderResult
 from fl_lightning.flower.site.privacy import hidden_at_site
 from fl_lightning.flower.site.rounds import SiteRounds, evaluated
 from fl_lightning.server.server import as_aggregator
@@ -151,7 +151,7 @@ class AtSite(Callback):
         self._apply(trainer, order, mask)
         self._rounds.follow_mask()
         self._memory.follow_mask(mask)
-        self._queue.answer(Done())
+        self._queue.answer(OrderResult())
 
     def _allows(self, name: str) -> bool:
         """Return True if a metric of this name may leave; beside noisy updates, only with `log_unprotected`."""

@@ -19,7 +19,7 @@ from fl_lightning.federation import RunMemory
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask
 from fl_lightning.flower.site.ledger import whole_file
-from fl_lightning.flower.site.order_queue import Done
+from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.sparsity.masks.mask import Mask
 
 
@@ -121,5 +121,5 @@ class Calibrates(Protocol):
     def mask_applier(self, trainer: Trainer) -> PutsMasks:
         """Return the object that applies masks to a Trainer's module."""
 
-    def answer(self, trainer: Trainer, order: Order) -> Done:
+    def answer(self, trainer: Trainer, order: Order) -> OrderResult:
         """Return the results of an order's clients for a mask or a head."""

@@ -20,7 +20,7 @@ from fl_lightning.flower.messages import ClientAnswer, Order
 
 
 @dataclass(eq=False)
-class Done:
+class OrderResult:
     """Result of an order, to which a round adds client by client.
 
     Attributes:
@@ -57,15 +57,15 @@ class OrderQueue:
     def __init__(self, most_minutes: float = math.inf) -> None:
         self._most_minutes, self._timer = most_minutes, threading.Timer(0, lambda: None)
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
-        self._done: SimpleQueue[Done] = SimpleQueue()
+        self._done: SimpleQueue[OrderResult] = SimpleQueue()
         self._waiting: Order | None = None
 
-    def ask(self, order: Order) -> Done:
+    def ask(self, order: Order) -> OrderResult:
         """Pass an order to the Trainer, and wait for the result."""
         self._orders.put(order)
         return self._done.get()
 
-    def wait(self) -> Done:
+    def wait(self) -> OrderResult:
         """Wait for the facts about the site, which come before the first order."""
         return self._done.get()
 
@@ -104,7 +104,7 @@ class OrderQueue:
         self._waiting = self._orders.get()
         return self._waiting
 
-    def answer(self, done: Done) -> None:
+    def answer(self, done: OrderResult) -> None:
         """Return the result of the last order; before the first one, facts about the site."""
         self._timer.cancel()
         self._done.put(done)
@@ -112,4 +112,4 @@ class OrderQueue:
     def fail(self, error: BaseException) -> None:
         """Return the error that has ended the fit as the result of the last order."""
         is_late = isinstance(error, OutOfTime)
-        self.answer(Done(error=Refused(str(error)) if is_late else error))
+        self.answer(OrderResult(error=Refused(str(error)) if is_late else error))

@@ -23,7 +23,7 @@ from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import clipped
 from fl_lightning.secure.encrypted_mean import EncryptedSum
-from fl_lightning.server.protected import NoiseShares, Protected, SumsOverSites, Terms
+from fl_lightning.server.protected import NoiseShares, Protected, Terms
 from fl_lightning.server.server import as_aggregator
 
 
@@ -96,7 +96,7 @@ class SitePrivacy:
 
 def hidden_at_site(
     options: Options, run: Run, num_rounds: int | None, policy: Policy, account: RunAccount
-) -> tuple[SumsOverSites | None, SitePrivacy | None]:
+) -> tuple[Protected | None, SitePrivacy | None]:
     """Return the hidden sums and the privacy of a run at a site; None for each that the run does not have.
 
     Args:
@@ -150,13 +150,13 @@ def _shares_of(mechanism: Mechanism[Any]) -> NoiseShares:
     return mechanism.shares
 
 
-def _sums_of(protection: Protected | None, policy: Policy) -> SumsOverSites | None:
-    if protection is not None and protection.over_sites is None:
+def _sums_of(protection: Protected | None, policy: Policy) -> Protected | None:
+    if protection is not None and not protection.spans_network:
         raise ConfigurationError(
             f"federation.aggregator {type(protection).__name__} is only simulated with its present options: this "
             "site would have to show updates to the server"
         )
-    sums = None if protection is None else protection.over_sites
-    if sums is not None and isinstance(sums.agreed_sum, EncryptedSum) and policy.sum_key is None:
+    is_encrypted = protection is not None and isinstance(protection.agreed_sum, EncryptedSum)
+    if is_encrypted and policy.sum_key is None:
         raise ConfigurationError("EncryptedMean: this site's site.yaml has no sum_key")
-    return sums
+    return protection

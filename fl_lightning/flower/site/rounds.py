@@ -35,11 +35,17 @@ from fl_lightning.federation import (
     evaluated_clients,
 )
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
-from fl_lightning.flower.packing import OPTION, Packing, constants_digest, of_stage, taken_sums
-from fl_lightning.flower.site.order_queue import Done
+from fl_lightning.flower.packing import (
+    OPTION,
+    Packing,
+    constants_digest,
+    of_stage,
+    take_metric_sums,
+)
+from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums import rules_of
-from fl_lightning.server.protected import SumsOverSites, Terms
+from fl_lightning.server.protected import Protected, Terms
 
 # facts that are sent beside an update, with the names under which the server logs them
 NORM, ERROR = "round/client_update_norm", "round/compression_error"
@@ -67,7 +73,7 @@ class SiteRounds:
         options: Options,
         stages: Stages,
         allows: Callable[[str], bool],
-        sums: SumsOverSites | None = None,
+        sums: Protected | None = None,
         privacy: SitePrivacy | None = None,
     ) -> None:
         self.run, self._stages, self._allows = run, stages, allows
@@ -81,12 +87,12 @@ class SiteRounds:
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._order: Order | None = None
         self._constants_agree = False
-        self.done = Done()
+        self.done = OrderResult()
 
     def obey(self, order: Order | None) -> None:
         """Set the order of the next round; None for a round without training."""
         self._order = order
-        self.done = Done()
+        self.done = OrderResult()
 
     def train(self, cohort: CohortBatch) -> None:
         """Train the clients of the current order, if any; those from Lightning's loader are ignored."""
@@ -103,7 +109,7 @@ class SiteRounds:
                         self._answer_nothing(sent.failure)
                     else:
                         self._pack(sent)
-                sums = taken_sums(self.run.collector, self.run.module, self._allows)
+                sums = take_metric_sums(self.run.collector, self.run.module, self._allows)
             self.done.tensors |= sums.tensors
             reductions = self.run.collector.reductions.items()
             self.done.options = {
@@ -263,7 +269,7 @@ def evaluated(
     order: Order,
     models: PersonalModels | None,
     allows: Callable[[str], bool],
-) -> Done:
+) -> OrderResult:
     """Evaluate the module's model, and personal models, on the held-out examples of an order's clients.
 
     Args:
@@ -279,4 +285,6 @@ def evaluated(
     def leaving(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in metrics.items() if allows(name)}
 
-    return Done([ClientAnswer(client=c, metrics=leaving(found.get(c, {}))) for c in order.clients])
+    return OrderResult(
+        [ClientAnswer(client=c, metrics=leaving(found.get(c, {}))) for c in order.clients]
+    )

@@ -40,7 +40,7 @@ from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.fit import Fit
 from fl_lightning.flower.site.ledger import Ledger, whole_file
 from fl_lightning.flower.site.memory import SiteMemory
-from fl_lightning.flower.site.order_queue import Done, OrderQueue
+from fl_lightning.flower.site.order_queue import OrderQueue, OrderResult
 from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.flower.transport.resident import AUDIT
 
@@ -141,7 +141,7 @@ class Site:
 
     def _follow(self, order: Order, name: str) -> Answer:
         if order.kind == "hello":
-            return self._answer(order, name, Done(options=self._hello(order)))
+            return self._answer(order, name, OrderResult(options=self._hello(order)))
         self._check_run(order)
         if order.kind == "stop":
             self._stop()
@@ -170,7 +170,7 @@ class Site:
         if order.configuration != self._configuration:
             raise OrderRefused("configuration", f"the order has {order.configuration}")
 
-    def _trained(self, order: Order) -> Done:
+    def _trained(self, order: Order) -> OrderResult:
         # without rounds each client has its own last round, and its state shows if the server went back
         last = self._round if self._has_rounds else max(order.counted.values())
         if order.round <= last:
@@ -184,9 +184,13 @@ class Site:
         return done
 
     def _answer(
-        self, order: Order, name: str, done: Done | None = None, failure: Failure | None = None
+        self,
+        order: Order,
+        name: str,
+        done: OrderResult | None = None,
+        failure: Failure | None = None,
     ) -> Answer:
-        done = done or Done()
+        done = done or OrderResult()
         return Answer(
             kind=order.kind,
             run=order.run,
@@ -234,7 +238,7 @@ class Site:
             raise done.error
         self._facts = done.options
 
-    def _asked(self, order: Order) -> Done:
+    def _asked(self, order: Order) -> OrderResult:
         if self._queue is None:
             raise OrderRefused("stopped", "the run has ended at this site: say hello again")
         done = self._queue.ask(order)

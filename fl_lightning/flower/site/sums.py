@@ -33,7 +33,7 @@ from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.ledger import whole_file
-from fl_lightning.flower.site.order_queue import Done
+from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.sums import (
     FEWEST,
     KEY,
@@ -93,7 +93,7 @@ class SiteSums:
         if vectors:
             self._kept.keep(order.round, vectors, {**rules, TRAINED_ON: trained_on(order)})
 
-    def follow(self, order: Order) -> Done:
+    def follow(self, order: Order) -> OrderResult:
         """Return the answers of the order's clients at a stage of a sum; clients may fail.
 
         Raises:
@@ -114,7 +114,7 @@ class SiteSums:
         except (ValueError, KeyError) as error:
             raise OrderRefused("sum", f"the sum: {error!r}") from None
 
-    def _secure(self, order: Order, asked: SecureStage) -> Done:
+    def _secure(self, order: Order, asked: SecureStage) -> OrderResult:
         stage = ProtocolStage(asked.stage)
         if stage == ProtocolStage.ADVERTISE:
             self._begin(asked, order)
@@ -182,7 +182,7 @@ class SiteSums:
         except ValueError as error:
             raise OrderRefused("sum", f"the sum: {error}") from None
 
-    def _encrypted(self, order: Order, asked: EncryptedStage) -> Done:
+    def _encrypted(self, order: Order, asked: EncryptedStage) -> OrderResult:
         kept, policy, rules = self._kept, self._policy, dict(self._kept.rules)
         if policy.sum_key is None:
             raise OrderRefused("policy", "the sum is encrypted, and site.yaml has no sum_key")
@@ -193,7 +193,7 @@ class SiteSums:
             raise OrderRefused("sum", f"CKKS is not what the configuration says: {rules}")
         key, parameters = SumKey(policy.sum_key), CKKSParameters(**rules)
         if asked.stage == "key":
-            return Done(tensors={KEY: as_tensor(self._sealed(key, order.run, parameters))})
+            return OrderResult(tensors={KEY: as_tensor(self._sealed(key, order.run, parameters))})
         sealed = bytes_of(order.tensors.get(KEY))
         # messages are for this opener of vectors that were trained with this order
         purpose = f"{order.run} {asked.opener} {sha256(sealed).hexdigest()} {trained}".encode()
@@ -229,7 +229,7 @@ class SiteSums:
             file.write(sealed)
         return sealed
 
-    def _opened(self, client: CKKSClient, asked: EncryptedStage, total: Any) -> Done:
+    def _opened(self, client: CKKSClient, asked: EncryptedStage, total: Any) -> OrderResult:
         senders = asked.senders
         if asked.opener != self._policy.name:
             raise OrderRefused("sum", f"{asked.opener} is to open this sum")
@@ -242,12 +242,12 @@ class SiteSums:
         self._kept.begin(asked.opener, "was encrypted for {} to open it")
         self._kept.open("this site", (each.client for each in senders))
         self._kept.count_opening()
-        return Done(tensors={OPENED: values})
+        return OrderResult(tensors={OPENED: values})
 
 
 def _of_each(
     order: Order, say: Callable[[int], dict[str, Tensor]], options: Mapping[str, Any] | None = None
-) -> Done:
+) -> OrderResult:
     """Collect the answers of an order's clients; a client fails if ``say`` raises."""
     answers: list[ClientAnswer] = []
     tensors: dict[str, Tensor] = {}
@@ -260,7 +260,7 @@ def _of_each(
         else:
             answers.append(ClientAnswer(client=client))
             tensors |= {f"{client}/{name}": tensor for name, tensor in said.items()}
-    return Done(answers, tensors, options=options or {})
+    return OrderResult(answers, tensors, options=options or {})
 
 
 class SiteVectors:

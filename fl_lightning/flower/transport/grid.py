@@ -44,7 +44,7 @@ _FACTS = ("site", "state", "fl-lightning", "flwr")
 
 
 @dataclass
-class _Sent:
+class _SentOrder:
     """The order that a site works on.
 
     Attributes:
@@ -69,7 +69,7 @@ class GridChannel(Channel):
     def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
         self._grid, self._names = grid, names
         self._nodes: dict[str, int] = {}  # nodes of idle sites, by site
-        self._orders: dict[str, _Sent] = {}  # by site
+        self._orders: dict[str, _SentOrder] = {}  # by site
         self._queries: dict[str, tuple[int, float]] = {}
         self._came: list[tuple[str, bytes | None]] = []
         self._seen: dict[str, Mapping[str, str]] = {}
@@ -89,7 +89,7 @@ class GridChannel(Channel):
         if id_ is None:
             self._lose(site, "it is not there")
         else:
-            self._orders[site] = _Sent(id_, time.monotonic() + _DOUBT_SECONDS)
+            self._orders[site] = _SentOrder(id_, time.monotonic() + _DOUBT_SECONDS)
 
     @override
     def receive(self, seconds: float) -> list[tuple[str, bytes | None]]:

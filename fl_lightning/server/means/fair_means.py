@@ -128,11 +128,16 @@ class QFedAvg(WeightedMean):
         self._weight = torch.zeros((), dtype=torch.float64)
         self._curvature = torch.zeros((), dtype=torch.float64)
 
-    def weight(self, update: ClientUpdate) -> float:
-        """Return F_k^q, times the examples if wanted, and add the update's term of the denominator.
+    @override
+    def check(self, update: ClientUpdate, num_updates: int) -> None:
+        super().check(update, num_updates)
+        self._loss(update)
+
+    def _loss(self, update: ClientUpdate) -> float:
+        """Return F_k.
 
         Raises:
-            RoundFailure: if the loss is negative or missing.
+            RoundFailure: if the loss is negative or missing, or F_k^q overflows.
         """
         loss = reported_loss(update) + 1e-10  # as the authors' code does: 0 has no power below 0
         if loss < 0:
@@ -140,6 +145,20 @@ class QFedAvg(WeightedMean):
                 f"q-FedAvg takes powers of losses, and client {update.client_id}'s is {loss:.3g}: "
                 "use a loss that is never negative, or TiltedMean"
             )
+        if self.q * math.log(loss) > _LARGEST_EXPONENT:
+            raise RoundFailure(
+                f"q-FedAvg: the loss of client {update.client_id} is {loss:.3g}, and its power {self.q} "
+                "is too large a number: lower q"
+            )
+        return loss
+
+    def weight(self, update: ClientUpdate) -> float:
+        """Return F_k^q, times the examples if wanted, and add the update's term of the denominator.
+
+        Raises:
+            RoundFailure: if the loss is negative or missing, or the power overflows.
+        """
+        loss = self._loss(update)
         count = update.num_examples if self.weight_by_examples else 1
         weight: float = count * loss**self.q
         self._weight += weight
@@ -195,6 +214,11 @@ class TiltedMean(WeightedMean):
     def traits(self) -> Traits:
         return super().traits | BY_LOSSES
 
+    @override
+    def check(self, update: ClientUpdate, num_updates: int) -> None:
+        super().check(update, num_updates)
+        self.weight(update)
+
     def weight(self, update: ClientUpdate) -> float:
         """Return e^(t F_k), times the examples if wanted.
 
@@ -212,17 +236,23 @@ class TiltedMean(WeightedMean):
 
 
 def reported_loss(update: ClientUpdate) -> float:
-    """Return the mean loss of a client's local steps.
+    """Return the mean loss of a client's local steps, or the ``train/loss`` that its module logs.
 
     Raises:
-        RoundFailure: if the client reported no loss.
+        RoundFailure: if the client reported no finite loss.
     """
     if _LOSS not in update.metrics:
         raise RoundFailure(
             f"client {update.client_id} has reported no {_LOSS}, by which its update is weighted: "
             "return the loss from training_step"
         )
-    return float(update.metrics[_LOSS])
+    loss = float(update.metrics[_LOSS])
+    if not math.isfinite(loss):
+        raise RoundFailure(
+            f"client {update.client_id} has logged a {_LOSS} of {loss}, by which its update is weighted: "
+            "log finite numbers, or use another name"
+        )
+    return loss
 
 
 _CLIENTS, _SHARES = "clients", "shares"
@@ -286,6 +316,11 @@ class AFL(WeightedMean):
         super().open(like)
         self._losses: dict[int, float] = {}
         self._before = self._shares()
+
+    @override
+    def check(self, update: ClientUpdate, num_updates: int) -> None:
+        super().check(update, num_updates)
+        reported_loss(update)
 
     def weight(self, update: ClientUpdate) -> float:
         """Return the client's λ, and remember its loss.

@@ -38,7 +38,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.aggregator import Aggregator, FoldedMeans, WeightedMean
-from fl_lightning.server.means.running_mean import new_mean
+from fl_lightning.server.means.running_mean import check_summable, new_mean
 
 _BY_EXAMPLES = Traits(
     breaks={
@@ -193,6 +193,14 @@ class NormalisedMean(FoldedMeans):
         wide = like.dtype if like.device.type == "mps" else torch.float64
         self._steps = new_mean(like.new_empty((), dtype=wide), exact=self.exact)
         self._means = {"directions": self._directions, "steps": self._steps}
+
+    @override
+    def check(self, update: ClientUpdate, num_updates: int) -> None:
+        super().check(update, num_updates)
+        if self.exact and (steps := update.effective_steps):
+            weight = update.num_examples if self.weight_by_examples else 1
+            for vector in (update.delta / steps, torch.tensor(steps)):
+                check_summable(vector, weight, num_updates)
 
     def add(self, update: ClientUpdate) -> None:
         """Add one update.

@@ -75,6 +75,34 @@ _HIGH, _LOW = 2.0**20, 2.0**60
 LARGEST_SUM = 2.0**42
 
 
+def check_summable(vector: Tensor, weight: float, num_vectors: int) -> None:
+    """Raise if an exact mean of vectors as large as this one might overflow.
+
+    Args:
+        vector: one vector of the mean, shape (k,).
+        weight: weight of the vector.
+        num_vectors: number of vectors in the mean.
+
+    Raises:
+        RoundFailure: with the largest entry that is allowed.
+
+    Example:
+        >>> check_summable(torch.tensor([1e9]), weight=100, num_vectors=10)
+        >>> check_summable(torch.tensor([1e9]), weight=100, num_vectors=100)
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.RoundFailure: an entry of 1e+09 is too large for exact: true, which adds \
+entries up to 4.4e+08 of 100 clients with 100 examples
+    """
+    largest = float(vector.abs().max()) if vector.numel() else 0.0
+    most = LARGEST_SUM / (num_vectors * max(weight, 1.0))
+    if not largest <= most:
+        raise RoundFailure(
+            f"an entry of {largest:.2g} is too large for exact: true, which adds entries up to {most:.2g} "
+            f"of {num_vectors} clients with {weight:g} examples"
+        )
+
+
 class ExactMean:
     """A weighted mean of vectors, bit-identical for any order and any number of processes.
 
