@@ -39,7 +39,7 @@ class ClientUpdate:
         delta: ``start - end`` of local training, shape (k,): the pseudo-gradient, which the
             server optimizer descends.
         buffers: floating-point buffers after local training, shape (b,).
-        num_examples: size of the client's shard, the aggregation weight, ≥ 1.
+        num_examples: aggregation weight, ≥ 1: size of the client's shard, or the sum of a column of it.
         num_steps: number of local steps, one per batch (or per several accumulated batches).
         metrics: means over the client's local steps by name, each a scalar tensor.
         active: True for coordinates that the client may move, bool, shape (k,); None if all. The

@@ -24,6 +24,7 @@ from fl_lightning.data.cohorts.weighted_cohorts import LeastRecentCohort as Leas
 from fl_lightning.data.cohorts.weighted_cohorts import OortCohort as OortCohort
 from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort as PowerOfChoiceCohort
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort as RoundRobinCohort
+from fl_lightning.data.columns import Topics as Topics
 from fl_lightning.data.federated import FederatedDataModule as FederatedDataModule
 from fl_lightning.data.inputs import FederatedNormalize as FederatedNormalize
 from fl_lightning.data.inputs import InputTransform as InputTransform

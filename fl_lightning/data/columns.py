@@ -23,16 +23,16 @@ like ages and counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 
 # the command line tries these types in turn; in Python also an array or tensor
 Column: TypeAlias = str | list[Any] | Callable[[Any], Any]
@@ -178,6 +178,67 @@ def _refusal(dataset: Any, name: str | None, option: str) -> str:
         "holds one label per example, as FederatedDataModule(labels='…'), or give a function of the "
         "data set, or the values"
     )
+
+
+_MOST_WORDS = 20_000  # the most frequent ones; a topic has a number for each
+
+
+@final
+@dataclass(frozen=True)
+class Topics:
+    """Topic of each text, a number from 0: k-means on TF-IDF vectors, as labels or owners of examples.
+
+        topic of d = argmin_k ‖x_d - c_k‖²,    x_d = v_d / ‖v_d‖
+        v_dw = (1 + ln n_dw) (1 + ln((1 + N) / (1 + N_w)))
+
+    Word w occurs n_dw > 0 times in text d and in N_w of the N texts; c_k is the mean of topic k.
+    ``NaturalPartition(Topics("question", 8))`` makes a client of each topic; as ``labels``, with
+    `DirichletPerClient`, they give each client its own mix of topics.
+
+    Source: Lin et al. 2022, *FedNLP* (2104.08815), whose clients are k-means clusters of texts.
+    Differs: TF-IDF vectors instead of sentence embeddings, which need a model of the language.
+
+    Args:
+        text: column of the texts, in a language that separates its words.
+        num_topics: number of topics, ≥ 2.
+        seed: seed of the first means.
+
+    Raises:
+        ConfigurationError: if ``num_topics`` is out of range, or there are fewer texts, or no words.
+
+    Example:
+        >>> texts = ["red green", "two three", "green red blue", "one three two"]
+        >>> topics = Topics("text", 2)([{"text": text} for text in texts])
+        >>> bool(topics[0] == topics[2] != topics[1] == topics[3])
+        True
+    """
+
+    text: str
+    num_topics: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("Topics: num_topics", self.num_topics, "at least 2")
+
+    def __call__(self, dataset: Dataset[Any]) -> npt.NDArray[np.int64]:
+        """Return the topic of each example, int64 of shape (N,)."""
+        from sklearn.cluster import KMeans  # two seconds to import
+        from sklearn.feature_extraction.text import TfidfVectorizer
+        from threadpoolctl import threadpool_limits
+
+        texts = read_column(dataset, self.text, "Topics: text").astype(str)
+        try:
+            words = TfidfVectorizer(sublinear_tf=True, max_features=_MOST_WORDS)
+            vectors = words.fit_transform(texts)
+            # several threads would add numbers up in another order in each process
+            with threadpool_limits(1):
+                means = KMeans(self.num_topics, n_init=4, random_state=self.seed).fit(vectors)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"Topics: no {self.num_topics} topics can be found in the {len(texts)} texts of "
+                f"{self.text!r}: {error}"
+            ) from error
+        return means.labels_.astype(np.int64)
 
 
 def column_of(values: Any) -> npt.NDArray[Any]:

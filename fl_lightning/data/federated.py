@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
-from fl_lightning.core.seeds import run_seed
+from fl_lightning.core.seeds import Integers, run_seed
 from fl_lightning.data.client_examples import (
     Change,
     ExampleTransform,
@@ -80,6 +80,8 @@ class FederatedDataModule(ForwardingDataModule):
             of a tensor data set, or the second part of every item.
         bins: number of quantiles, ≥ 2. Partitions by class then divide by the quantiles of the labels,
             for targets that are real numbers or many integers.
+        update_weight: column of whole numbers ≥ 0, whose sum over a client's training examples weights its
+            update, e.g. ``answer_tokens`` of `Completions`; None counts the examples.
         ignore_sampler: every client shuffles all of its examples, for any sampler or batch sampler of
             the source.
         seed: seed of partition and held-out parts; the run's seed if None.
@@ -110,6 +112,7 @@ class FederatedDataModule(ForwardingDataModule):
         example_transforms: list[ExampleTransform] | None = None,
         labels: Column | None = None,
         bins: int | None = None,
+        update_weight: Column | None = None,
         ignore_sampler: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -137,6 +140,7 @@ class FederatedDataModule(ForwardingDataModule):
         self.transforms = list(transforms or [])
         self.example_transforms = list(example_transforms or [])
         self.label_column, self.bins, self.ignore_sampler = labels, bins, ignore_sampler
+        self.update_weight = update_weight
         self.seed = run_seed(seed)
         self._batch_size = batch_size
         self._rounds: Any = None
@@ -166,9 +170,7 @@ class FederatedDataModule(ForwardingDataModule):
         if self._rounds is not None:
             return self._rounds
         if self.search_fraction or self.example_transforms:
-            examples = self.train_indices
-            weights, read = self.weights_of(examples), lambda some: self.train_batch(examples[some])
-            return self._training.pooled(len(examples), weights, self.batch_size, read)
+            return self._training.pooled(self.train_indices, self.batch_size, self.train_batch)
         self._is_central = True
         return self.changed(self.source.train_dataloader())
 
@@ -228,14 +230,9 @@ class FederatedDataModule(ForwardingDataModule):
         return bool(self._training.option("drop_last"))
 
     @property
-    def draws_by_weight(self) -> bool:
-        """True if clients draw with replacement, by the weights of the source's sampler."""
-        return self._training.drawn.weights is not None
-
-    def weights_of(self, examples: Tensor) -> Tensor | None:
-        """Sampling weights of examples, shape (n,), or None if each is drawn once per pass."""
-        weights = self._training.drawn.weights
-        return None if weights is None else weights.index_select(0, examples)
+    def draw_weights(self) -> Tensor | None:
+        """Weights of all examples in draws with replacement, shape (N,); None if a pass draws each once."""
+        return self._training.drawn.weights
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
@@ -263,7 +260,7 @@ class FederatedDataModule(ForwardingDataModule):
             self.seed,
         )
         return Roles.of(
-            FlatShards.of(shards),
+            shards,
             validation=self.client_val_fraction,
             test=self.client_test_fraction,
             search=self.search_fraction,
@@ -284,15 +281,8 @@ class FederatedDataModule(ForwardingDataModule):
         Raises:
             ConfigurationError: if there is no such client.
         """
-        here = len(self.clients)
-        for client, place in places.items():
-            if not (0 <= client < num_clients and 0 <= place < here):
-                raise ConfigurationError(
-                    f"site.yaml, clients: {client}: {place} must name one of the federation's "
-                    f"{num_clients} clients and one of the {here} of this site's data"
-                )
         vars(self)["_roles"] = self._roles.placed(places, num_clients)
-        for name in ("_owners", "train_batch", "evaluation_batch"):
+        for name in ("_owners", "update_weights", "train_batch", "evaluation_batch"):
             vars(self).pop(name, None)
 
     @property
@@ -300,13 +290,17 @@ class FederatedDataModule(ForwardingDataModule):
         """Training examples of each client; in a search over architectures, those for the weights."""
         return self._roles.train
 
-    @property
-    def held_out(self) -> FlatShards:
-        """Validation examples of each client; empty shards if ``client_val_fraction`` is 0."""
-        return self._roles.validation
+    @cached_property
+    def update_weights(self) -> Integers:
+        """Aggregation weight of each client's updates, ≥ 1 with examples; shape (num_clients,)."""
+        column = self.update_weight
+        if column is None:
+            return self.clients.num_examples
+        values = read_column(self.train_dataset, column, "data.update_weight")
+        return self.clients.sums_of(values, "data.update_weight")
 
-    def held_out_for(self, stage: str) -> FlatShards:
-        """Held-out examples of each client for a stage, ``validation`` or ``test``."""
+    def held_out(self, stage: str) -> FlatShards:
+        """Held-out examples of each client for a stage, ``validation`` or ``test``; else empty shards."""
         return self._roles.test if stage == "test" else self._roles.validation
 
     @property
@@ -397,7 +391,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if possible."""
-        for indices in self.held_out_for(stage)[client].split(self.batch_size):
+        for indices in self.held_out(stage)[client].split(self.batch_size):
             if len(indices):
                 yield self.evaluation_batch(indices), len(indices)
 

@@ -86,11 +86,20 @@ class Roles:
             places: number of the local client, by number of the federation's client.
             num_clients: number of clients of the federation.
 
+        Raises:
+            ConfigurationError: if there is no such client.
+
         Example:
             >>> roles = Roles.of(FlatShards.of([np.arange(4)]), validation=0.0, test=0.0, seed=0)
             >>> roles.placed({2: 0}, num_clients=3).train.num_examples
             array([0, 0, 4])
         """
+        for client, place in places.items():
+            if not (0 <= client < num_clients and 0 <= place < len(self.train)):
+                raise ConfigurationError(
+                    f"site.yaml, clients: {client}: {place} must name one of the federation's "
+                    f"{num_clients} clients and one of the {len(self.train)} of this site's data"
+                )
         here = sorted(places)
 
         def moved(shards: FlatShards) -> FlatShards:

@@ -115,6 +115,38 @@ class FlatShards(Sequence[Tensor]):
         )
         return torch.from_numpy(self.indices[places].astype(np.int64, copy=False)), sizes
 
+    def sums_of(self, values: npt.NDArray[Any], option: str) -> Integers:
+        """Return the sum of a column over each client's examples, int64 of shape (num_clients,).
+
+        Args:
+            values: one whole number ≥ 0 per example of the data set.
+            option: name of the option, for errors.
+
+        Raises:
+            ConfigurationError: for other values, and if a client's examples sum to 0.
+
+        Example:
+            >>> FlatShards(np.array([2, 0, 1]), sizes=np.array([2, 1])).sums_of(np.array([5, 0, 7]), "x")
+            Traceback (most recent call last):
+            ...
+            fl_lightning.core.errors.ConfigurationError: x: the examples of client 1 sum to 0, so that \
+its updates would count for nothing: leave them out of the data
+        """
+        if values.ndim != 1 or values.dtype.kind not in "iu" or values.min(initial=0) < 0:
+            raise ConfigurationError(
+                f"{option} must hold one whole number ≥ 0 per example, got {values.dtype} of shape "
+                f"{values.shape}, from {values.min(initial=0)}"
+            )
+        totals = np.concatenate([[0], np.cumsum(values.astype(np.int64)[self.indices])])
+        sums: Integers = np.diff(totals[self.starts])
+        nothing = np.flatnonzero((sums == 0) & (self.num_examples > 0))
+        if len(nothing):
+            raise ConfigurationError(
+                f"{option}: the examples of client {nothing[0]} sum to 0, so that its updates would count "
+                "for nothing: leave them out of the data"
+            )
+        return sums
+
     def __repr__(self) -> str:
         return f"<{len(self)} shards of {len(self.indices)} examples>"
 
@@ -182,7 +214,7 @@ def local_order(
         num_epochs: passes over the shard; or else
         num_batches: number of batches.
         drop_last: drop an epoch's smaller last batch, unless it is the only one.
-        weights: weights of the client's examples, shape (n,), > 0, of any sum.
+        weights: weights of all clients' examples, shape (N,), > 0 for this client's.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -206,7 +238,8 @@ def local_order(
         if weights is None:
             places = torch.randperm(num_examples, generator=draws)
         else:
-            places = torch.multinomial(weights, num_examples, replacement=True, generator=draws)
+            own = weights.index_select(0, shard)
+            places = torch.multinomial(own, num_examples, replacement=True, generator=draws)
         passes.append(places[: sum(epoch)])
     order = passes[0] if num_epochs == 1 else torch.cat([shard[:0], *passes])
     count = sum(sizes)

@@ -131,29 +131,24 @@ class TrainingSet:
             return bool(getattr(dataset, "is_deterministic", False))
         return type(dataset) is TensorDataset and self._loader.collate_fn is default_collate
 
-    def pooled(
-        self,
-        num_examples: int,
-        weights: Tensor | None,
-        batch_size: int,
-        read: Callable[[list[int]], Any],
-    ) -> DataLoader[Any]:
-        """Return a loader over examples of all clients, in the order that the source's loader has.
+    def pooled(self, examples: Tensor, batch_size: int, read: Read) -> DataLoader[Any]:
+        """Return a loader over examples of all clients, drawn as the source's loader draws.
 
         Args:
-            num_examples: number of the examples.
-            weights: their weights for draws with replacement; None to draw each once.
+            examples: indices of the examples, shape (M,).
             batch_size: examples per batch.
-            read: returns a batch, by positions of the examples.
+            read: function from indices to a batch.
         """
-        places: Any = range(num_examples)
+        places: Any = range(len(examples))
         sampler: Sampler[int] = RandomSampler(places)
-        if weights is not None:
-            sampler = WeightedRandomSampler(weights.tolist(), num_examples)
+        if self.drawn.weights is not None:
+            sampler = WeightedRandomSampler(self.drawn.weights[examples].tolist(), len(examples))
         elif isinstance(self._loader.sampler, SequentialSampler):
             sampler = SequentialSampler(places)
-        drop_last = bool(self.option("drop_last"))
-        return DataLoader(places, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=read)
+        drop_last, collate = bool(self.option("drop_last")), lambda some: read(examples[some])
+        return DataLoader(
+            places, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=collate
+        )
 
     def reader(self, *, augmented: bool = False) -> Read:
         """Return a function from indices, shape (B,), to a batch of the loader.

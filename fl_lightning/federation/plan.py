@@ -49,7 +49,8 @@ class WorkPlan:
         self._data = data
         self._clients, self._batch_size = data.clients, data.batch_size
         self._drop_last = data.drop_last
-        self._weights = data.weights_of if data.draws_by_weight else None
+        self._update_weights = data.update_weights
+        self._weights = data.draw_weights
 
     def of(self, clients: Sequence[int], rounds: int | Sequence[int]) -> GroupWork:
         """Return the work of clients in a round; a client without examples has no step.
@@ -58,6 +59,7 @@ class WorkPlan:
             clients: ids of the clients.
             rounds: the round, or the round of each client.
         """
+        client_ids = np.array(clients, np.int64)
         if isinstance(rounds, int):
             rounds = [rounds] * len(clients)
         indices, num_examples = self._clients.take(clients)
@@ -75,8 +77,8 @@ class WorkPlan:
             sizes = np.array([size for _, batches in work for size in batches], np.int64)
             num_steps = np.array([len(batches) for _, batches in work], np.int64)
         return GroupWork(
-            client_ids=np.array(clients, np.int64),
-            num_examples=num_examples,
+            client_ids=client_ids,
+            num_examples=self._update_weights[client_ids],
             order=order,
             sizes=sizes,
             num_steps=num_steps,
@@ -123,7 +125,7 @@ class WorkPlan:
             num_epochs=num_epochs,
             num_batches=num_batches,
             drop_last=self._drop_last,
-            weights=None if self._weights is None else self._weights(shard),
+            weights=self._weights,
         )
 
     def _per_epoch(self, num_examples: int) -> int:
@@ -176,7 +178,7 @@ class WorkPlan:
         total, most = len(work.sizes), self._local_work.accumulate
         if most == 1 or not total:
             return [1] * total
-        per_epoch = self._per_epoch(work.num_examples)
+        per_epoch = self._per_epoch(int(self._clients.num_examples[work.client_id]))
         epochs = (min(per_epoch, total - start) for start in range(0, total, per_epoch))
         return [min(most, epoch - start) for epoch in epochs for start in range(0, epoch, most)]
 

@@ -30,6 +30,7 @@ from fl_lightning.federation.checks.fit import (
     check_shards,
     check_trainer_together,
     check_trusted,
+    check_update_weights,
     check_validation_interval,
 )
 from fl_lightning.federation.checks.privacy import check_local_steps, check_trainer_private
@@ -68,6 +69,7 @@ def prepare(
         lambda: check_module_together(module, options),
         lambda: check_trainer_private(trainer, options),
         lambda: check_shards(data, options.on_client_failure),
+        lambda: check_update_weights(data, options),
     )
     if trainer.strategy.root_device.type == "cpu":
         keep_freed_memory()

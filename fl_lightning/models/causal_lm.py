@@ -5,7 +5,8 @@
 
 Means are over tokens: batches and clients are weighted by their number of labels, so that batch size, padding
 and packing do not change metrics. Perplexity is the exponential of a mean, not a mean of exponentials. Clients'
-updates are weighted by examples, as for other models; see `fl_lightning.server.Mean`.
+updates are weighted by examples, as for other models, or with ``update_weight: answer_tokens`` of
+`FederatedDataModule` by the labels of their examples; see `fl_lightning.server.Mean`.
 
 Adapters: W + s B A with A of shape (r, in) and B of shape (out, r), s = alpha / r (LoRA, Hu et al. 2022), or
 alpha / √r (rsLoRA, Kalajdzievski 2023), or with a magnitude per column (DoRA, Liu et al. 2024). B begins at 0.

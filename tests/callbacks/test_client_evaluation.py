@@ -72,7 +72,7 @@ def counted(module, data, stage):
     """Return (right, of how many) of every client's held-out examples, by a plain loop."""
     module.eval()
     found = {}
-    for client, shard in enumerate(data.held_out_for(stage)):
+    for client, shard in enumerate(data.held_out(stage)):
         x, y = (tensor[shard] for tensor in data.train_dataset.tensors)
         if len(shard):
             with torch.no_grad():
@@ -158,7 +158,7 @@ def test_a_diverged_client_is_in_the_worst_decile(higher_is_better):
 class TestParts:
     def test_validation_and_test_examples_and_those_that_train_are_a_disjoint_cover(self):
         data = toy_data(**OPTIONS)
-        parts = [data.clients, data.held_out, data.held_out_for("test")]
+        parts = [data.clients, data.held_out("validation"), data.held_out("test")]
         assert sorted(torch.cat([shard for part in parts for shard in part]).tolist()) == list(
             range(90)
         )

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from toys import LoaderData
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.columns import read_column
+from fl_lightning.data.columns import Topics, read_column
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.label_shards import LabelShards
 from fl_lightning.data.partitions.partition import NaturalPartition
@@ -312,3 +312,60 @@ def test_the_command_line_takes_and_keeps_them(given, wanted, capsys):
     options = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
     assert (options["labels"], options["bins"], options["ignore_sampler"]) == (wanted, 4, True)
     assert options["partition"] == owner
+
+
+class TestTopics:
+    WORDS = (
+        ("sea", "boat", "sail", "wave"),
+        ("oven", "bread", "flour", "salt"),
+        ("goal", "ball", "team", "cup"),
+    )
+
+    def texts(self):
+        """Return sixty texts of three topics in turn, each of three words of its topic."""
+        draw = np.random.default_rng(0)
+        return [" ".join(draw.permutation(self.WORDS[number % 3])[:3]) for number in range(60)]
+
+    def test_planted_topics_are_found_and_are_a_function_of_the_seed(self):
+        data = Table({"text": self.texts()})
+        found = Topics("text", 3, seed=1)(data)
+        assert [len(set(found[topic::3])) for topic in range(3)] == [1, 1, 1]
+        assert set(found) == {0, 1, 2}
+        assert np.array_equal(found, Topics("text", 3, seed=1)(data))
+
+    def test_every_text_is_of_the_topic_with_the_nearest_mean(self):
+        texts = self.texts()
+        found = Topics("text", 4)(Table({"text": texts}))
+        words = sorted(set(" ".join(texts).split()))
+        counts = np.array([[text.split().count(word) for word in words] for text in texts])
+        frequency = (counts > 0).sum(axis=0)
+        logs = np.log(counts, out=np.zeros(counts.shape), where=counts > 0)
+        vectors = (counts > 0) * (1 + logs) * (1 + np.log(61 / (1 + frequency)))
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        means = np.stack([vectors[found == topic].mean(axis=0) for topic in range(4)])
+        distances = np.square(vectors[:, None] - means).sum(axis=2)
+        np.testing.assert_allclose(distances[range(60), found], distances.min(axis=1), atol=1e-9)
+
+    @pytest.mark.parametrize("how", ["owners", "labels"])
+    def test_clients_are_topics_as_owners_and_mixes_of_topics_as_labels(self, how):
+        rows = [{"text": text, "x": float(n)} for n, text in enumerate(self.texts())]
+        topics = Topics("text", 3)
+        options = {"partition": NaturalPartition(topics)}
+        if how == "labels":
+            rule = LabelShards(classes_per_client=2)
+            options = {"labels": topics, "partition": rule, "num_clients": 6}
+        data = FederatedDataModule(LoaderData(DataLoader(rows, batch_size=4)), **options, seed=0)
+        mixes = [{int(index) % 3 for index in shard} for shard in data.clients]
+        assert [len(mix) for mix in mixes] == ([1] * 3 if how == "owners" else [2] * 6)
+
+    @pytest.mark.parametrize(
+        ("texts", "number", "message"),
+        [
+            (["a b", "c d"], 1, "num_topics must be at least 2"),
+            (["sea boat", "sail"], 3, "no 3 topics can be found in the 2 texts of 'text'"),
+            (["?", "!", "1"], 2, "no 2 topics can be found"),
+        ],
+    )
+    def test_the_impossible_is_refused(self, texts, number, message):
+        with pytest.raises(ConfigurationError, match=message):
+            Topics("text", number)(Table({"text": texts}))

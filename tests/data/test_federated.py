@@ -81,11 +81,13 @@ class TestShards:
 
     def test_held_out_examples_are_never_trained_on(self):
         plain, data = toy_data(), toy_data(client_val_fraction=0.25)
-        for whole, train, held in zip(plain.clients, data.clients, data.held_out, strict=True):
+        for whole, train, held in zip(
+            plain.clients, data.clients, data.held_out("validation"), strict=True
+        ):
             assert set(train.tolist()) | set(held.tolist()) == set(whole.tolist())
             assert not set(train.tolist()) & set(held.tolist())
             assert len(held) == max(1, round(0.25 * len(whole)))
-        assert [len(held) for held in plain.held_out] == [0] * 6
+        assert [len(held) for held in plain.held_out("validation")] == [0] * 6
 
     def test_examples_that_are_drawn_twice_are_not_held_out(self):
         loader = DataLoader(range(4), batch_size=2, sampler=SubsetRandomSampler([0, 0, 1, 2, 3]))
@@ -108,7 +110,7 @@ class TestFingerprint:
         held = []
         for seed in (0, 0, 1):
             data = federated(DataLoader(Letters()), seed=seed, **options)
-            held.append([sorted(shard.tolist()) for shard in data.held_out])
+            held.append([sorted(shard.tolist()) for shard in data.held_out("validation")])
         assert held[0] == held[1] != held[2]
 
     def test_the_runs_seed_is_the_default(self, monkeypatch):
@@ -130,7 +132,7 @@ class TestBatches:
 
     def test_held_out_batches_hold_every_example_once(self):
         data = toy_data(client_val_fraction=0.5, batch_size=4)
-        for client, held in enumerate(data.held_out):
+        for client, held in enumerate(data.held_out("validation")):
             batches = list(data.held_out_batches(client))
             assert [size for _, size in batches] == [len(part) for part in held.split(4)]
             found = torch.cat([x for (x, _), _ in batches])
@@ -190,7 +192,7 @@ class TestSource:
 
         data = FederatedDataModule(Counting(), num_clients=3, seed=0)
         assert data.source.stages == ()
-        assert len(data.clients) == len(data.held_out) == 3
+        assert len(data.clients) == len(data.held_out("validation")) == 3
         assert data.source.stages == ("fit",)
         trained = FederatedDataModule(Counting(), num_clients=3, seed=0)
         trained.setup("fit")

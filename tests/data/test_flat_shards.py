@@ -127,7 +127,9 @@ def test_hold_out_block_by_block_is_that_of_all_at_once(shards, fraction, block)
 class TestOverlappingShards:
     def test_are_held_out_client_by_client(self):
         data = toy_data(50, partition=Windows(), client_val_fraction=0.25)
-        for client, (kept, held) in enumerate(zip(data.clients, data.held_out, strict=True)):
+        for client, (kept, held) in enumerate(
+            zip(data.clients, data.held_out("validation"), strict=True)
+        ):
             assert (len(kept), len(held)) == (15, 5)
             window = range(client % 40, client % 40 + 20)
             assert sorted(torch.cat([kept, held]).tolist()) == list(window)
@@ -184,7 +186,7 @@ class TestManyClients:
             tracemalloc.stop()
         numbers = sum(
             array.nbytes
-            for part in (data.clients, data.held_out)
+            for part in (data.clients, data.held_out("validation"))
             for array in (part.indices, part.num_examples, part.starts)
         )
         assert kept < numbers + 5e6

@@ -60,8 +60,8 @@ def test_evaluation_and_central_training_see_the_same_inputs():
     assert torch.equal(changed.train_batch(indices)[0], scale(plain.train_batch(indices)[0]))
     held = wrapped(Iris(seed=0), transforms=[Normalize([1.0], [2.0])], client_val_fraction=0.3)
     (batch, size), *_ = held.held_out_batches(0)
-    assert torch.equal(batch[0], (plain.train_batch(held.held_out[0])[0] - 1) / 2)
-    assert size == len(held.held_out[0])
+    assert torch.equal(batch[0], (plain.train_batch(held.held_out("validation")[0])[0] - 1) / 2)
+    assert size == len(held.held_out("validation")[0])
 
 
 def test_transforms_run_in_order_and_later_ones_learn_from_earlier():

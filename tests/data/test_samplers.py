@@ -90,7 +90,7 @@ class TestAll:
         data, plain = federated(loader), federated(DataLoader(SET, batch_size=5))
         assert data.fingerprint == plain.fingerprint
         assert data.batch_size == 5
-        assert not data.draws_by_weight
+        assert data.draw_weights is None
 
 
 class TestSome:
@@ -135,7 +135,7 @@ class TestSome:
 
     def test_held_out_ones_are_among_them(self):
         data = sampled(SubsetRandomSampler(self.CHOSEN), num_clients=2, client_val_fraction=0.25)
-        held = torch.cat(list(data.held_out)).tolist()
+        held = torch.cat(list(data.held_out("validation"))).tolist()
         assert len(held) == 2
         assert sorted([*held, *examples(data)]) == list(self.CHOSEN)
 
@@ -160,7 +160,7 @@ class TestByWeight:
 
     def test_frequencies_are_the_normalised_weights(self):
         data = sampled(WeightedRandomSampler(WEIGHTS, 40))
-        assert data.draws_by_weight
+        assert data.draw_weights is not None
         assert examples(data) == list(range(40))
         rounds = 600
         drawn = torch.cat([g.order for g in self.order(data, range(rounds))])
@@ -199,7 +199,7 @@ class TestByWeight:
             batch_size,
             lambda: torch.Generator().manual_seed(4),
             num_epochs=2,
-            weights=weights.double(),
+            weights=torch.cat([torch.zeros(100), weights]).double(),
         )
         generator = torch.Generator().manual_seed(4)
         sampler = WeightedRandomSampler(weights.tolist(), num_examples, generator=generator)
@@ -213,7 +213,7 @@ class TestByWeight:
 
     def test_with_replacement_all_weights_are_one(self):
         data = sampled(RandomSampler(SET, replacement=True))
-        assert data.weights_of(torch.tensor([3, 5])).tolist() == [1.0, 1.0]
+        assert data.draw_weights[[3, 5]].tolist() == [1.0, 1.0]
         (group,) = self.order(data, [0])
         assert len(group.order) == 40
         assert len(group.order.unique()) < 40

@@ -6,15 +6,19 @@ import torch
 from lightning.pytorch import seed_everything
 from quadratics import trajectory
 from torch.nn import functional as F
-from toys import Ordered, ToyModule, toy_data, toy_trainer, weights
+from toys import Ordered, ToyModule, toy, toy_data, toy_trainer, weights
 
-from fl_lightning import Federation, UniformCohort
+from fl_lightning import CentralDP, ConfigurationError, Federation, UniformCohort
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.data import IID
+from fl_lightning.secure import SecureMean
 
 
-def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0):
-    """FedAvg as the paper writes it, with nothing of the package but the seeds and the data."""
+def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0, column=None):
+    """FedAvg as the paper writes it, with nothing of the package but the seeds and the data.
+
+    A client's weight is the sum of a column over its examples, 1 each if there is no column.
+    """
     data.setup("fit")
     x, y = data.train_dataset.tensors
     model = {n: p.detach().clone() for n, p in module.named_parameters()}
@@ -40,9 +44,10 @@ def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0):
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-            total += len(shard)
+            weight = len(shard) if column is None else int(column[shard].sum())
+            total += weight
             for n, p in module.named_parameters():
-                delta[n].lerp_(model[n] - p.detach(), len(shard) / total)
+                delta[n].lerp_(model[n] - p.detach(), weight / total)
         lr *= 0.9
         model = {n: p - server_lr * delta[n] for n, p in model.items()}
     return torch.cat([p.flatten() for p in model.values()])
@@ -62,6 +67,61 @@ def test_equals_a_plain_loop_bit_for_bit(dropout):
     module.train()
     theirs = plain_fedavg(module, data, rounds=3, cohort=3, epochs=2, seed=5)
     assert torch.equal(ours, theirs)
+
+
+TOKENS = torch.arange(60) ** 2 % 17 + 1  # of each example
+
+
+def weighted(column, **options):
+    """Return the model of three rounds whose updates are weighted by a column, and its data."""
+    data = toy_data(dtype=torch.float64)
+    data.update_weight = column
+    settings = {"cohort": UniformCohort(size=3), "local_epochs": 2, "seed": 5, **options}
+    module = toy(ToyModule).double()
+    toy_trainer(Federation(**settings), precision="64-true").fit(module, datamodule=data)
+    return weights(module), data
+
+
+def test_updates_are_weighted_by_the_sum_of_a_column_bit_for_bit():
+    ours, data = weighted(TOKENS)
+    assert data.update_weights.tolist() == [int(TOKENS[shard].sum()) for shard in data.clients]
+    module = toy(ToyModule).double().train()
+    options = {"rounds": 3, "cohort": 3, "epochs": 2, "seed": 5}
+    assert torch.equal(ours, plain_fedavg(module, data, **options, column=TOKENS))
+    assert not torch.equal(ours, weighted(None)[0])
+    torch.testing.assert_close(ours, weighted(TOKENS, engine="slots")[0])
+
+
+def test_with_equally_many_tokens_per_example_updates_are_weighted_by_examples():
+    assert torch.equal(weighted([4] * 60)[0], weighted(None)[0])  # a power of two, without rounding
+
+
+def test_the_weights_of_updates_leave_steps_of_several_batches_alone():
+    settings = {"local_epochs": 2, "seed": 5}
+    found = []
+    for column in ([4] * 60, None):
+        data, module = toy_data(dtype=torch.float64), toy(ToyModule).double()
+        data.update_weight = column
+        trainer = toy_trainer(Federation(**settings), accumulate_grad_batches=2)
+        trainer.fit(module, datamodule=data)
+        found.append(weights(module))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("column", "options", "message"),
+    [
+        ([0.5] * 60, {}, "one whole number ≥ 0 per example, got float64"),
+        ([-1] + [1] * 59, {}, "from -1"),
+        ([0] * 60, {}, "client 0 sum to 0"),
+        ([1] * 59, {}, "has 60 examples, got 59 values"),
+        ([2000] * 60, {"aggregator": SecureMean(clip=1.0)}, "set its max_examples to"),
+        ([1] * 60, {"privacy": CentralDP(clip_norm=1.0, noise_multiplier=1.0)}, "does not cover"),
+    ],
+)
+def test_what_is_no_weight_of_updates_is_refused(column, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        weighted(column, **options)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class NobodyAsked:
             {"data__init_args__transforms": [built("data.FederatedNormalize")]},
             "data.transforms FederatedNormalize learns from all clients' examples, .*: use Normalize",
         ),
+        ({"data__init_args__update_weight": "y"}, "leave update_weight out"),
         (calibrated(head=built("sparsity.LinearHead")), "head LinearHead .* use RidgeHead"),
         (calibrated(per_client=True), "set per_client to false"),
         (

@@ -86,7 +86,9 @@ def test_means_are_over_tokens_of_all_batches_and_of_each_client(options):
     assert metrics["val/loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["val/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
     for client in range(5):
-        total, count = by_hand(module, data.source.train_set.select(data.held_out[client]))
+        total, count = by_hand(
+            module, data.source.train_set.select(data.held_out("validation")[client])
+        )
         found = evaluation.per_client[client]
         assert found["val/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
         assert found["val/loss"] == pytest.approx(total / count, rel=1e-5)
@@ -131,6 +133,18 @@ def test_gradient_checkpointing_changes_no_gradient():
         module.loss_of(batch)[0].backward()
         found.append([p.grad for p in module.parameters() if p.requires_grad])
     torch.testing.assert_close(*found)
+
+
+def test_every_example_knows_its_answer_tokens():
+    rows = ready(source()).train_set
+    found = [int((rows[place]["labels"] != -100).sum()) for place in range(len(rows))]
+    assert rows["answer_tokens"].tolist() == found
+    data = FederatedDataModule(
+        source(), partition=NaturalPartition("user"), update_weight="answer_tokens", seed=0
+    )
+    totals = [sum(found[place] for place in shard) for shard in data.clients]
+    assert data.update_weights.tolist() == totals
+    assert rows["prompt"][0].startswith("Where is ")  # for topics
 
 
 def fit(module, rounds, folder, path=None, **options):

@@ -30,7 +30,7 @@ from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
-from fl_lightning.flower.server.elsewhere import SUMS, VALUES, of_transforms
+from fl_lightning.flower.server.elsewhere import SUMS, VALUES, unknown_elsewhere
 from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.fit import AtSite, Fit
 from fl_lightning.flower.site.order_queue import OrderResult
@@ -107,7 +107,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
         def fit(self, model: Any, **kwargs: Any) -> None:
             """Send the site's facts to the server, wait for the first order, and fit."""
             data = self.datamodule
-            if problems := of_transforms(data):
+            if problems := unknown_elsewhere(data):
                 raise ConfigurationError("\n".join(problems))
             data.prepare_data()
             data.setup("fit")
@@ -118,7 +118,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
             )
             facts = SiteFacts(
                 clients=_sizes_at(data.clients, places),
-                held_out={stage: _sizes_at(data.held_out_for(stage), places) for stage in STAGES},
+                held_out={stage: _sizes_at(data.held_out(stage), places) for stage in STAGES},
                 batch_size=data.batch_size,
                 drop_last=data.drop_last,
                 precision=str(self.trainer.precision),

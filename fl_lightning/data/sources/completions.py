@@ -20,16 +20,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
+from fl_lightning.data.columns import LABEL_NAMES
 from fl_lightning.data.sources.hugging_face import DatasetSource, column
 from fl_lightning.data.sources.rows import StoredRows
 from fl_lightning.data.sources.source import Loaded
 
 _IGNORED = -100  # label of tokens that are not predicted
+ANSWER_TOKENS = "answer_tokens"  # column with the number of labels of each example
 Pieces = list[tuple[str, bool]]  # (text, True if its tokens are labels)
 
 
 class Completions(DatasetSource):
-    """Texts to generate, for `fl_lightning.models.CausalLM`; other columns can be used for partitions.
+    """Texts to generate, for `fl_lightning.models.CausalLM`; all columns can be used for partitions.
+
+    A further column, ``answer_tokens``, is the number of tokens of each example that the loss counts.
 
     Args:
         dataset: see `DatasetSource`.
@@ -109,11 +113,10 @@ class Completions(DatasetSource):
         padding = (
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         )
-        columns = {
-            name: partial(column, split, name)
-            for name in split.column_names
-            if name not in self._texts
-        }
+        # a text is no label of its example, whatever its column is called
+        names = [n for n in split.column_names if n not in LABEL_NAMES or n not in self._texts]
+        columns: dict[str, Any] = {name: partial(column, split, name) for name in names}
+        columns[ANSWER_TOKENS] = [int((labels != _IGNORED).sum()) for _, labels in examples]
         rows = TokenRows(examples, columns, padding=int(padding), packing=self._packing)
         return rows.select(torch.tensor(kept, dtype=torch.long))
 

@@ -186,7 +186,7 @@ AT_ONCE = 1000  # texts tokenized at a time
 
 @final
 class HuggingFace(DatasetSource):
-    """A ``datasets.Dataset``, read into memory; other columns can be used for natural partitions.
+    """A ``datasets.Dataset``, read into memory; all columns can be used for natural partitions.
 
     - ``text`` and a tokenizer make batches that are dicts, for models of ``transformers``:
       ``model(**batch).loss``. The target is ``labels``. All texts are padded to the longest.
@@ -275,9 +275,7 @@ class HuggingFace(DatasetSource):
 
     def _rows(self, split: Any, kind: Targets, where: str, seen: list[str]) -> TensorRows:
         targets = kind.encode(column_of(column(split, self._label)), where)
-        columns = {
-            name: partial(column, split, name) for name in split.column_names if name not in seen
-        }
+        columns = {name: partial(column, split, name) for name in split.column_names}
         plain = split.with_format(None)
         if self._text is not None:
             return TensorRows({**self._tokens(plain, self._text), "labels": targets}, columns)

@@ -236,6 +236,25 @@ def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
         )
 
 
+def check_update_weights(data: FederatedDataModule, options: Options) -> None:
+    """Raise if updates cannot be weighted by a column of clients' examples."""
+    if data.update_weight is None:
+        return
+    if options.privacy is not None:
+        raise ConfigurationError(
+            "data.update_weight is computed from clients' examples, which ε does not cover: leave it out"
+        )
+    largest, most = (
+        int(data.update_weights.max()),
+        getattr(options.aggregator, "max_examples", None),
+    )
+    if most is not None and largest > most:
+        raise ConfigurationError(
+            f"data.update_weight: clients' weights go up to {largest}, and {options.aggregator} counts at "
+            f"most {most} of each: set its max_examples to {largest}, or leave update_weight out"
+        )
+
+
 def check_cohort_size(most: int, min_replies: int, aggregator: Aggregator | None) -> None:
     """Raise if cohorts can never be large enough."""
     if min_replies > most:

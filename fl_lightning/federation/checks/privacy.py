@@ -113,7 +113,7 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
             f"shards repeat or share {repeated} of their examples, each of which ε counts once: use "
             "a partition that gives every example to one client, once"
         )
-    if data.draws_by_weight:
+    if data.draw_weights is not None:
         yield (
             "the loader's sampler draws examples by weight or with replacement, and ε counts on equal "
             "chances: use another, or set data.ignore_sampler to true"

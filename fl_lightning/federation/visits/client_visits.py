@@ -156,7 +156,7 @@ def held_out_examples(data: FederatedDataModule, stage: str) -> ClientExamples:
         0
     """
     return ClientExamples(
-        data.held_out_for(stage).num_examples, lambda client: data.held_out_batches(client, stage)
+        data.held_out(stage).num_examples, lambda client: data.held_out_batches(client, stage)
     )
 
 

@@ -171,7 +171,7 @@ class FineTuning:
             lambda: torch_generator(self._seed, f"{_PURPOSE} order", client),
             num_batches=self._num_steps,
             drop_last=self._data.drop_last,
-            weights=self._data.weights_of(shard),
+            weights=self._data.draw_weights,
         )
         round_index = self._trainer.current_epoch
         work = ClientWork(client, len(shard), order, sizes, round_index, self._seed)

@@ -87,12 +87,7 @@ class DataElsewhere(FederatedDataModule):
         """Shards with the number of examples of each client, without indices."""
         return self._shards
 
-    @property
-    def held_out(self) -> FlatShards:
-        """Shards with the number of examples that each client holds out for validation."""
-        return self.held_out_for("validation")
-
-    def held_out_for(self, stage: str) -> FlatShards:
+    def held_out(self, stage: str) -> FlatShards:
         """Return shards with the number of examples that each client holds out for a stage."""
         return self._held_out[stage]
 
@@ -107,13 +102,9 @@ class DataElsewhere(FederatedDataModule):
         return self._drops
 
     @property
-    def draws_by_weight(self) -> bool:
-        """False: sites draw their own batches."""
-        return False
-
-    def weights_of(self, examples: Tensor) -> Tensor | None:
-        """Return None: sites draw their own batches."""
-        return None
+    def draw_weights(self) -> None:
+        """None: sites draw their own batches."""
+        return
 
     def summary(self) -> PartitionSummary:
         """Return a summary of the clients' sizes, without classes, which only sites know."""
@@ -172,7 +163,7 @@ def check_over_network(trainer: Trainer, module: Any, data: Any, options: Option
             "sites have devices of their own"
         )
     if isinstance(data, FederatedDataModule):
-        problems += of_transforms(data)
+        problems += unknown_elsewhere(data)
     else:
         problems.append(
             "data: over a network the configuration is that of a federation: wrap the data module in "
@@ -182,9 +173,11 @@ def check_over_network(trainer: Trainer, module: Any, data: Any, options: Option
         raise ConfigurationError("\n".join(problems))
 
 
-def of_transforms(data: FederatedDataModule) -> list[str]:
-    """Return an error for each transform of inputs that has to see the examples of all clients."""
-    return [
+def unknown_elsewhere(data: FederatedDataModule) -> list[str]:
+    """Return an error for each option that needs the examples of all clients in one place."""
+    weight = "data.update_weight: sites report how many examples their clients have, and no sums of a column: "
+    problems = [] if data.update_weight is None else [f"{weight}leave update_weight out"]
+    return problems + [
         f"data.transforms {type(each).__name__} learns from all clients' examples, which are at sites: use "
         "Normalize with numbers that are known, in the configurations of server and sites"
         for each in data.transforms
