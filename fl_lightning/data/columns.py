@@ -224,7 +224,7 @@ class Topics:
         """Return the topic of each example, int64 of shape (N,)."""
         from sklearn.cluster import KMeans  # two seconds to import
         from sklearn.feature_extraction.text import TfidfVectorizer
-        from threadpoolctl import threadpool_limits
+        from threadpoolctl import threadpool_limits  # of scikit-learn
 
         texts = read_column(dataset, self.text, "Topics: text").astype(str)
         try:
@@ -238,7 +238,8 @@ class Topics:
                 f"Topics: no {self.num_topics} topics can be found in the {len(texts)} texts of "
                 f"{self.text!r}: {error}"
             ) from error
-        return means.labels_.astype(np.int64)
+        topics: npt.NDArray[np.int64] = means.labels_.astype(np.int64)
+        return topics
 
 
 def column_of(values: Any) -> npt.NDArray[Any]:
