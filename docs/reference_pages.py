@@ -32,7 +32,10 @@ PAGES = {
         ("core.errors", "cli", "federation.federation"),
     ),
     "sources": ("Data sources", ("data.sources", "data.federated", "data.inputs", "data.summary")),
-    "partitions": ("Partitions", ("data.partitions", "data.client_examples", "data.shards")),
+    "partitions": (
+        "Partitions",
+        ("data.partitions", "data.columns", "data.client_examples", "data.shards"),
+    ),
     "cohorts": (
         "Cohorts and devices",
         ("data.cohorts", "client.devices", "client.clocks"),
