@@ -1,76 +1,136 @@
-"""Rounds against bare PyTorch and against other frameworks: ``python -m benchmarks``.
+"""Rounds against bare PyTorch and other frameworks: ``python -m benchmarks --write docs/benchmarks.md``.
 
-Of each workload: seconds per round (median); their ratio to a bare loop that trained in turn with
-each of them, in the same process, and to that loop's fastest variant; seconds from the start of a
-process to its first round, and peak memory, each in a fresh process; and how far the federation's
-aggregates were from the bare loop's. One thread a process. In another precision than 32-true the
-fastest loop in that one trains in turn as well. Rivals run in environments of their own; seconds of
-different rows compare only on a machine that does nothing else.
+Of each workload, the variants of a bare loop are compared, and the federation takes turns with the plain
+and the fastest one, in runs of 100 and of 2,000 rounds (`benchmarks.turns`). What is paid once, by
+the federation and by the fastest loops, is measured in fresh processes with an empty folder of compiled
+code, two at a time (`benchmarks.alone`). One thread a process; seconds are those that it computes.
+
+Results are merged into benchmarks/results/rounds.json, with commit, torch, CPU and date. ``--write`` then
+writes the tables of a page anew. ``--tables memory,codec`` runs other benchmarks and keeps what they print.
+Rivals run in environments of their own; each takes turns with the plain loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 from benchmarks import rivals
+from benchmarks.bare import VARIANTS
 from benchmarks.options import Options, add_options
-from benchmarks.process import Column, MeasurementError, run
-from benchmarks.report import HEADER, Row, ratio
-from benchmarks.turns import FULL
+from benchmarks.page import RESULTS, ROUNDS, environment, of_plain, row, with_tables
+from benchmarks.process import Column, MeasurementError, output_of, run
 from benchmarks.workloads import WORKLOADS
 
+LENGTHS = 100, 2000
+# Benchmarks that print a table: their commands.
+TABLES = {
+    "memory": "benchmarks.memory",
+    "remembering": "benchmarks.memory --parameters 22000000",
+    "sparse_step": "benchmarks.sparse_step",
+    "calibration": "benchmarks.calibration",
+    "codec": "benchmarks.codec",
+    "secure": "benchmarks.secure --rivals flwr",
+    "network": "benchmarks.network",
+}
+_COMPILED = "compiled", "batched"
 
-def rows(name: str, options: Options, rival_names: list[str]) -> Iterator[Row]:
-    """Yield the rows of one workload, each when it is measured."""
-    turns = None
-    try:
-        turns = run([sys.executable, "-m", "benchmarks.turns", name, *options.as_arguments()])
-        yield from _own_rows(name, options, turns)
-    except MeasurementError as error:
-        yield Row("ours", failure=str(error))
+
+def measure(name: str, options: Options) -> dict[str, Any]:
+    """Return the results of one workload, without rivals.
+
+    Raises:
+        MeasurementError: if a process fails.
+    """
+    words = [sys.executable, "-m", "benchmarks.turns", name, *options.as_arguments()]
+    lengths = [*map(str, LENGTHS)]
+    turns = run([*words, "--lengths", *lengths])
+    variants = [*turns["variants"]["seconds"]]
+    loops = [variants[0]]  # and the fastest that is not compiled, which starts sooner
+    loops += [v for v in variants if VARIANTS[v].update not in _COMPILED and v not in loops][:1]
+    columns = {variant: ("bare", options, variant) for variant in loops}
+    is_sequential = turns["runs"][lengths[-1]]["engine"] == "sequential"
+    for length in LENGTHS[-1:] if is_sequential else LENGTHS:
+        columns[f"ours, {length}"] = "ours", replace(options, length=length), "sgd"
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda column: _alone(name, *column), columns.values())
+        starts = dict(zip(columns, found, strict=True))
+    starts.setdefault("ours, 100", starts["ours, 2000"])
+    return {
+        "title": WORKLOADS[name].title,
+        "environment": environment(),
+        **turns,
+        "starts": starts,
+        "rivals": {},
+    }
+
+
+def _alone(name: str, column: str, options: Options, variant: str) -> Column:
+    words = [*replace(options, rounds=1).as_arguments(), "--variant", variant]
+    with tempfile.TemporaryDirectory() as folder:
+        cold = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks.alone", column, name, *words]
+        found: Column = run(command, environment=cold)
+        return found
+
+
+def compare_rivals(name: str, options: Options, rival_names: Sequence[str]) -> dict[str, Any]:
+    """Return the rivals' columns, or reasons why there is none."""
+    columns: dict[str, Any] = {}
     for rival in rival_names:
         try:
-            column = rivals.run(rival, name, options)
+            columns[rival] = rivals.run(rival, name, options)
         except MeasurementError as error:
-            yield Row(rival, failure=str(error))
-        else:
-            of_bare = ratio(column["seconds"], column["bare"])
-            of_best = of_bare * ratio(turns["bare"], turns["bare_best"]) if turns else None
-            yield _row(rival, column["seconds"], (of_bare, of_best), column)
+            columns[rival] = {"failure": str(error)}
+    return columns
 
 
-def _own_rows(name: str, options: Options, turns: dict[str, Any]) -> Iterator[Row]:
-    bare, best, ours = turns["bare"], turns["bare_best"], turns["ours"]
-    words = [name, *replace(options, rounds=1).as_arguments()]
+def _measure_all(
+    names: Sequence[str], options: Options, rival_names: Sequence[str], minutes: float
+) -> None:
+    """Merge the results of workloads into the saved ones, each when it is measured, and print its row."""
+    ends = time.monotonic() + 60 * minutes
+    for name in names:
+        if time.monotonic() > ends:
+            print(f"{name} and what follows: not measured, the time is over")
+            return
+        results = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+        try:
+            results[name] = measure(name, options)
+        except MeasurementError as error:
+            print(f"{name}: not measured, {error}", flush=True)
+            continue
+        results[name]["rivals"] = compare_rivals(name, options, rival_names)
+        save(ROUNDS, {known: results[known] for known in WORKLOADS if known in results})
+        print(row(name, results[name]), flush=True)
+        for rival, column in results[name]["rivals"].items():
+            print(f"{rival}, of the plain loop: {of_plain(column)}", flush=True)
 
-    def row(label: str, seconds: list[float], column: str, *arguments: str) -> Row:
-        line = run([sys.executable, "-m", "benchmarks.alone", column, *words, *arguments])
-        return _row(label, seconds, (ratio(seconds, bare), ratio(seconds, best)), line)
 
-    if full := turns["bare_full"]:
-        arguments = "--precision", FULL, "--variant", turns["best_full"]
-        yield row(f"bare in {FULL} ({turns['best_full']})", full, "bare", *arguments)
-    yield row("bare", bare, "bare")
-    if turns["best"] != "sgd":
-        yield row(f"bare (best: {turns['best']})", best, "bare", "--variant", turns["best"])
-    processes = f", {options.devices} processes" if options.devices > 1 else ""
-    label = f"ours ({turns['engine']}{processes})"
-    yield replace(row(label, ours, "ours"), difference=turns["difference"])
+def save(path: Path, results: object) -> None:
+    """Write results as JSON, numbers with 4 digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(results), indent=1, ensure_ascii=False) + "\n")
 
 
-def _row(
-    label: str, seconds: list[float], ratios: tuple[float, float | None], alone: Column
-) -> Row:
-    return Row(label, median(seconds), *ratios, alone["start_up"], alone["peak_mb"])
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [*map(_rounded, value)] if isinstance(value, list) else value
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, save the results, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--workloads", default=",".join(WORKLOADS), help="comma-separated: %(default)s"
@@ -78,19 +138,29 @@ def main() -> None:
     parser.add_argument(
         "--rivals", default="", help=f"comma-separated, of {', '.join(rivals.RIVALS)}"
     )
+    parser.add_argument("--tables", default="", help=f"comma-separated, of {', '.join(TABLES)}")
+    parser.add_argument("--write", type=Path, help="the page whose tables are written anew")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="after which no further workload begins"
+    )
     add_options(parser)
     arguments = parser.parse_args()
-    names = [name for name in arguments.workloads.split(",") if name]
-    rival_names = [name for name in arguments.rivals.split(",") if name]
-    for given, known in ((names, WORKLOADS), (rival_names, rivals.RIVALS)):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
-    options = Options.of_arguments(arguments)
-    print(HEADER)
-    for name in names:
-        print(f"{name}: {WORKLOADS[name].title}")
-        for row in rows(name, options, rival_names):
-            print(row, flush=True)
+    names, rival_names, tables = (
+        [name for name in given.split(",") if name]
+        for given in (arguments.workloads, arguments.rivals, arguments.tables)
+    )
+    known = (names, WORKLOADS), (rival_names, rivals.RIVALS), (tables, TABLES)
+    for given, existing in known:
+        if unknown := [name for name in given if name not in existing]:
+            parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(existing)}")
+    _measure_all(names, Options.of_arguments(arguments), rival_names, arguments.minutes)
+    for name in tables:
+        output = output_of([sys.executable, "-m", *TABLES[name].split()])
+        found = {"command": TABLES[name], "environment": environment(), "output": output}
+        save(RESULTS / f"{name}.json", found)
+        print(output, flush=True)
+    if arguments.write:
+        arguments.write.write_text(with_tables(arguments.write.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""One column in a process of its own: ``python -m benchmarks.alone ours W3``.
+"""A federation or a bare loop in a process of its own: ``python -m benchmarks.alone ours W3``.
 
-Tells what only a fresh process can: how long it takes to the first round, and the peak memory.
+Measures what only a fresh process can: the seconds that are paid once, and the peak memory.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import torch
 from benchmarks.bare import VARIANTS, Variant, own_plan
 from benchmarks.engineered import loop_for
 from benchmarks.options import Options, add_options
-from benchmarks.process import Column, Stopwatch
+from benchmarks.process import Column, Stopwatch, cpu_seconds
 from benchmarks.workloads import WORKLOADS, Workload
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def bare(work: Workload, options: Options, variant: Variant) -> Column:
     """Train rounds of the bare loop."""
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(clock=_clock(options))
     loop = loop_for(work, work.data(), variant, options.precision, device=options.device)
     for round_index in range(1 + options.rounds):
         loop.train_round(own_plan(work, round_index))
@@ -34,13 +35,13 @@ def bare(work: Workload, options: Options, variant: Variant) -> Column:
 
 
 def ours(work: Workload, options: Options) -> Column:
-    """Train rounds of a federation; of several processes, which may be forks, the first tells."""
+    """Train rounds of a federation; of several processes, which may be forks, the first reports."""
     # not above: the bare loop's process must not pay for Lightning
     from lightning.pytorch.callbacks import LambdaCallback
 
     from benchmarks.ours import fit
 
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(clock=_clock(options))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "column.json"
 
@@ -54,6 +55,11 @@ def ours(work: Workload, options: Options) -> Column:
         fit(work, work.data(), options, 1 + options.rounds, watch)
         column: Column = json.loads(path.read_text())
         return column
+
+
+def _clock(options: Options) -> Callable[[], float] | None:
+    """Return the CPU's clock, where one process does everything: who else has the CPU does not count."""
+    return cpu_seconds if options.device == "cpu" and options.devices == 1 else None
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ class Variant:
     """One way to write the local step, with the same result.
 
     Attributes:
-        update: ``sgd`` (torch's own as it comes), ``fused`` (its fused one), ``by hand``
+        update: ``sgd`` (torch's own as it comes), ``foreach``, ``fused`` (its variants), ``by hand``
             (`torch.autograd.grad` and a few operations on lists), ``graphed`` (the step by hand, on a
             GPU recorded as a CUDA graph and replayed), or one of `benchmarks.engineered`.
         channels_last: the memory layout of images and convolutions.
@@ -45,9 +45,9 @@ class Variant:
 PLAIN = Variant()
 VARIANTS = {
     str(variant): variant
-    for update in ("sgd", "fused", "by hand", "graphed")
+    for update in ("sgd", "foreach", "fused", "by hand", "graphed", "compiled")
     for variant in (Variant(update), Variant(update, channels_last=True))
-} | {name: Variant(name) for name in ("compiled", "batched", "one gradient")}
+} | {name: Variant(name) for name in ("batched", "one gradient")}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class BareLoop:
             network = network.to(memory_format=torch.channels_last)
             self._x = self._x.to(memory_format=torch.channels_last)
         self._network = network
-        self._leaves = list(network.parameters())
+        self._leaves = [p for p in network.parameters() if p.requires_grad]
         self._params = [p.detach() for p in self._leaves]
         self.start = [p.clone() for p in self._params]
         self._mean = [torch.zeros_like(p, dtype=mean_dtype) for p in self._params]
@@ -129,6 +129,7 @@ class BareLoop:
             lr=work.lr,
             momentum=work.momentum,
             weight_decay=work.weight_decay,
+            foreach=True if variant.update == "foreach" else None,
             fused=True if variant.update == "fused" else None,
         )
         self._is_mixed = _is_mixed(precision)

@@ -13,13 +13,14 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
-from benchmarks.networks import small_vit
+from benchmarks.networks import tiny_vit
 from fl_lightning.models import LeNet
 from fl_lightning.sparsity import LeastSensitive, SampledFisher, Scoring, calibrate
 from fl_lightning.sparsity.calibration.rules import keep_lowest
@@ -57,7 +58,7 @@ def vit_s() -> nn.Module:
 WORKLOADS = [
     Workload("LeNet", lambda: LeNet(10, 3, 32), 256),
     Workload("ViT, dim 64, depth 3", quickstart_vit, 256),
-    Workload("ViT, dim 192, depth 6", small_vit, 64),
+    Workload("ViT, dim 192, depth 6", partial(tiny_vit, depth=6), 64),
     Workload("ViT-S", vit_s, 32),
 ]
 

@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from benchmarks.report import ratio
+from benchmarks.page import ratio
 from fl_lightning.updates import QSGD, Affine, Cast, PowerSGD, RandomK, Sign, TopK, ternary
 from fl_lightning.updates.message import Agreement, Message, decode, encode, encoded_size
 from fl_lightning.updates.payload import FLOATS, Dense, Payload, Quantised, Sparse

@@ -10,12 +10,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
@@ -44,11 +46,18 @@ def loop_for(
 
 def applies(variant: Variant, work: Workload) -> bool:
     """Return whether a variant gives the same as the plain loop on a workload."""
-    if variant.update == "batched":  # whose clients would draw other numbers
-        return not any(isinstance(layer, nn.Dropout) for layer in work.network().modules())
+    if variant.update == "batched":  # draws other numbers; `torch.vmap` has no rule for an LSTM
+        kinds = nn.Dropout, nn.LSTM
+        return not any(isinstance(layer, kinds) for layer in work.network().modules())
     if variant.update == "one gradient":
         return max(map(work.steps_of, range(min(1000, work.num_clients)))) == 1
     return True
+
+
+def _weighted_loss(outputs: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the examples' losses; a text's is the mean over its tokens."""
+    losses = F.cross_entropy(outputs, y, reduction="none")
+    return (losses.view(len(losses), -1).mean(1) * weights).sum()
 
 
 class _FunctionalLoop(BareLoop):
@@ -58,12 +67,11 @@ class _FunctionalLoop(BareLoop):
         """Return the weighted sum of the examples' losses."""
         named = dict(zip(self._names, params, strict=True))
         with torch.autocast(self._device, torch.bfloat16, enabled=self._is_mixed):
-            outputs = functional_call(self._network, named, (x,))
-            return (F.cross_entropy(outputs, y, reduction="none") * weights).sum()
+            return _weighted_loss(functional_call(self._network, named, (x,)), y, weights)
 
     @property
     def _names(self) -> list[str]:
-        return [name for name, _ in self._network.named_parameters()]
+        return [name for name, p in self._network.named_parameters() if p.requires_grad]
 
     def _move(
         self, params: list[Tensor], velocity: list[Tensor], grads: Sequence[Tensor], rate: Any
@@ -159,9 +167,7 @@ class OneGradientLoop(_FunctionalLoop):
         )
         at = torch.cat(batches)
         torch._foreach_copy_(self._params, self.start)
-        loss = (
-            F.cross_entropy(self._network(self._x[at]), self._y[at], reduction="none") * weights
-        ).sum()
+        loss = _weighted_loss(self._network(self._x[at]), self._y[at], weights)
         grads = torch.autograd.grad(loss, self._leaves)
         decay = 1 - self.work.lr * self.work.weight_decay
         torch._foreach_mul_(self.start, decay * sum(visit.share for visit in plan))
@@ -177,15 +183,35 @@ ENGINEERED: dict[str, type[BareLoop]] = {
 }
 
 
-def best_variant(
+@dataclass(frozen=True)
+class Comparison:
+    """Variants of the bare loop on a workload.
+
+    Attributes:
+        seconds: of some clients, the best of some tries, by variant; the fastest first.
+        differences: of a step of each of these clients from the plain loop's: the largest difference of an
+            entry, as a share of the largest change.
+        left_out: reasons why a variant is not among them.
+    """
+
+    seconds: dict[str, float]
+    differences: dict[str, float]
+    left_out: dict[str, str]
+
+
+# Largest difference of a variant that counts as the same training, in full precision and in bfloat16.
+_EXACT, _EXACT_IN_BF16 = 1e-5, 0.05
+
+
+def compare_variants(
     work: Workload,
     data: Data,
     precision: str,
     device: str = "cpu",
     seconds: float = float("inf"),
     repetitions: int = 3,
-) -> Variant:
-    """Return the variant that trains clients fastest: of each the best of some tries in turn.
+) -> Comparison:
+    """Train some clients by all variants in turn, after comparing a step of each with the plain loop's.
 
     Args:
         work: what to train.
@@ -195,26 +221,67 @@ def best_variant(
         seconds: after which there is no further try than one of each.
         repetitions: tries of each, after one that warms up and compiles.
     """
-    layers = work.initial_network().modules()
-    is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in layers) > 1
-    candidates = [v for v in VARIANTS.values() if is_convolutional or not v.channels_last]
-    candidates = [v for v in candidates if applies(v, work)]
-    if device == "cuda":
-        candidates = [v for v in candidates if v.update not in ENGINEERED]
-    else:
-        candidates = [v for v in candidates if v.update != "graphed"]
-    loops = [loop_for(work, data, variant, precision, device=device) for variant in candidates]
-    one_client = [loops[0].train_round(own_plan(work, 0)[:1]) for _ in range(2)][-1]
+    loops = {
+        str(variant): loop_for(work, data, variant, precision, device=device)
+        for variant in _candidates(work, device)
+    }
+    plain = loops[str(PLAIN)]
+    one_client = [plain.train_round(own_plan(work, 0)[:1]) for _ in range(2)][-1]
     num_clients = max(1, int(0.2 / one_client))  # a try takes about 0.2 s
-    groups = [loop.num_clients for loop in loops if isinstance(loop, BatchedLoop)]
+    groups = [loop.num_clients for loop in loops.values() if isinstance(loop, BatchedLoop)]
     num_clients = max([num_clients, *groups])
-    took, began = dict.fromkeys(candidates, float("inf")), time.perf_counter()
+    exact = _EXACT if precision == "32-true" else _EXACT_IN_BF16
+    differences, left_out = _differences(loops, own_plan(work, 0)[:num_clients], exact)
+    took = {name: float("inf") for name in loops if name not in left_out}
+    began = time.perf_counter()
     for number in range(1 + repetitions):
         if number > 1 and time.perf_counter() - began > seconds:
             break
         plan = own_plan(work, number)[:num_clients]
-        for loop in loops:
-            one = loop.train_round(plan)
+        for name, least in took.items():
+            one = loops[name].train_round(plan)
             if number:  # the first one warms up
-                took[loop.variant] = min(took[loop.variant], one)
-    return min(candidates, key=lambda variant: took[variant])
+                took[name] = min(least, one)
+    fastest_first = dict(sorted(took.items(), key=lambda item: item[1]))
+    return Comparison(fastest_first, differences, left_out)
+
+
+def _candidates(work: Workload, device: str) -> list[Variant]:
+    layers = work.initial_network().modules()
+    is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in layers) > 1
+    elsewhere = ["graphed"] if device == "cpu" else [*ENGINEERED]
+    return [
+        variant
+        for variant in VARIANTS.values()
+        if applies(variant, work)
+        and (is_convolutional or not variant.channels_last)
+        and variant.update not in elsewhere
+    ]
+
+
+def _differences(
+    loops: Mapping[str, BareLoop], plan: Sequence[Visit], exact: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return each loop's difference from the first after a step of some clients, and who is left out."""
+    single_steps = [replace(visit, batches=visit.batches[:1]) for visit in plan]
+    plain = loops[str(PLAIN)]
+    before = [p.clone() for p in plain.start]
+    differences, left_out = {}, {}
+    for name, loop in loops.items():
+        torch._foreach_copy_(loop.start, before)
+        try:
+            loop.train_round(single_steps)
+        except (RuntimeError, TorchDynamoException) as error:
+            left_out[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            continue
+        differences[name] = largest_difference(loop.start, plain.start, before)
+        if not differences[name] <= exact:
+            left_out[name] = f"differs by {differences[name]:.1g} of the largest change"
+    return differences, left_out
+
+
+def largest_difference(found: list[Tensor], expected: list[Tensor], before: list[Tensor]) -> float:
+    """Return the largest difference of an entry, as a share of the largest change of one."""
+    gaps = torch._foreach_norm(torch._foreach_sub(found, expected), torch.inf)
+    moves = torch._foreach_norm(torch._foreach_sub(expected, before), torch.inf)
+    return float(torch.stack(gaps).max() / torch.stack(moves).max())

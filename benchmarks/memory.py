@@ -28,7 +28,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.overhead import Classifier, InMemory, logistic_regression
+from benchmarks.networks import logistic_regression
+from benchmarks.ours import Classifier, InMemory
+from benchmarks.workloads import WORKLOADS
 from fl_lightning import FederatedDataModule, Federation, PartitionReport, Scaffold, UniformCohort
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data import FlatShards
@@ -76,7 +78,7 @@ def run(num_clients: int) -> tuple[int, float, float]:
         cohort=UniformCohort(size=1000 if million else 10), local_steps=None if million else 2
     )
     partition = Windows(20) if million else None
-    return fit(num_clients, federation, logistic_regression(), partition, 3)
+    return fit(num_clients, federation, logistic_regression(784, 10), partition, 3)
 
 
 def run_remembering(num_parameters: int) -> tuple[int, float, float]:
@@ -112,7 +114,7 @@ def fit(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Classifier(network), datamodule=clients)
+        trainer.fit(Classifier(network, WORKLOADS["U-logreg"]), datamodule=clients)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return peak, watch.times[0] - began, watch.times[-1] - watch.times[-2]
 

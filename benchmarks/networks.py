@@ -1,7 +1,7 @@
-"""The networks of the workloads, as plain sequences of layers that any framework can take.
+"""Networks of the workloads.
 
-Each is built from torch alone (the ViT from timm), so that a rival's environment, which has no
-`fl_lightning`, trains exactly the same one.
+Each is built from torch alone (ResNet and ViT from timm), so that a rival's environment, which has no
+`fl_lightning`, trains exactly the same one. Where possible they are plain sequences of layers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
 
 def logistic_regression(in_features: int, num_classes: int) -> nn.Module:
@@ -105,8 +106,12 @@ def resnet18_gn() -> nn.Module:
     return network
 
 
-def small_vit() -> nn.Module:
-    """Return a ViT for 32×32×3 images and 100 classes: patches of 4, width 192, depth 6."""
+def tiny_vit(depth: int = 12) -> nn.Module:
+    """Return a ViT-tiny for 32×32×3 images and 100 classes: patches of 4, width 192, 3 heads.
+
+    Source: Touvron et al. 2021 (2012.12877), table 1, with smaller patches for smaller images: 5,380,132
+    parameters.
+    """
     import timm
 
     network: nn.Module = timm.create_model(
@@ -114,7 +119,7 @@ def small_vit() -> nn.Module:
         img_size=32,
         patch_size=4,
         embed_dim=192,
-        depth=6,
+        depth=depth,
         num_heads=3,
         num_classes=100,
     )
@@ -153,6 +158,71 @@ class TabularNetwork(nn.Module):
         mixed = self.attention(embedded).flatten(1)
         logits: Tensor = self.head(torch.cat([mixed, rows[:, count:]], 1))
         return logits
+
+
+class LetterNetwork(nn.Module):
+    """Two LSTMs that predict the next of 90 letters at every position: 822,570 parameters.
+
+    Source: Reddi et al. 2021 (2003.00295), appendix C.2 (Shakespeare): embeddings of 8 numbers, 2 × 256
+    units. Differs: PyTorch's LSTM has two biases, TensorFlow's one (820,522 parameters).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(90, 8)
+        self.lstm = nn.LSTM(8, 256, num_layers=2, batch_first=True)
+        self.head = nn.Linear(256, 90)
+
+    def forward(self, letters: Tensor) -> Tensor:
+        """Return logits, shape (B, 90, T), of letters, shape (B, T)."""
+        states, _ = self.lstm(self.embedding(letters))
+        logits: Tensor = self.head(states).transpose(1, 2)
+        return logits
+
+
+class LowRankLanguageModel(nn.Module):
+    """Causal language model whose low-rank additions train: 24,576 of 14,092,288 parameters.
+
+    Source: Pythia-14m (Biderman et al. 2023, 2304.01373): 6 layers of width 128 with 4 heads, attention and
+    MLP in parallel, 50,304 tokens. LoRA of rank 8 beside the product of queries, keys and values (Hu et al.
+    2021, 2106.09685). Differs: no rotary positions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50_304, 128), nn.Linear(128, 50_304, bias=False)
+        self.blocks = nn.Sequential(*[_LowRankBlock(128, num_heads=4, rank=8) for _ in range(6)])
+        self.norm = nn.LayerNorm(128)
+        for name, param in self.named_parameters():
+            param.requires_grad_(name.endswith(("down", "up")))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, shape (B, 50304, T), of tokens, shape (B, T)."""
+        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens)))).transpose(1, 2)
+        return logits
+
+
+class _LowRankBlock(nn.Module):
+    def __init__(self, width: int, num_heads: int, rank: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm, self.norm_of_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.down = nn.Parameter(torch.randn(rank, width) / width**0.5)
+        self.up = nn.Parameter(torch.zeros(3 * width, rank))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        mixed = self.attention(normed) + F.linear(F.linear(normed, self.down), self.up)
+        heads = mixed.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        queries, keys, values = heads.unbind(0)
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        out: Tensor = x + self.out(attended.transpose(1, 2).flatten(2))
+        out += self.mlp(self.norm_of_mlp(x))
+        return out
 
 
 def _dense(in_features: int, out_features: int) -> tuple[nn.Module, ...]:

@@ -14,6 +14,7 @@ class Options:
 
     Attributes:
         rounds: measured rounds, or turns of several where those are short, after one that warms up.
+        length: rounds of the run whose first ones are measured: long runs repay a compiler.
         engine: `Federation`'s, if it has that option.
         precision: the Trainer's and the bare loop's.
         accelerator: ``cpu`` or ``gpu``, the Trainer's; the bare loop's data are there from the start.
@@ -24,6 +25,7 @@ class Options:
     """
 
     rounds: int = 5
+    length: int = 2000
     engine: str = "auto"
     precision: str = "32-true"
     accelerator: str = "cpu"
@@ -33,7 +35,7 @@ class Options:
     seconds: float = 1e9
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "devices", "scale"):
+        for name in ("rounds", "length", "devices", "scale"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
@@ -68,6 +70,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=default.rounds,
         help="rounds to measure, or turns of short ones",
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=default.length,
+        help="rounds of the run whose first ones are measured",
     )
     parser.add_argument(
         "--engine",

@@ -10,18 +10,26 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.options import Options
-from benchmarks.overhead import InMemory
 from benchmarks.workloads import SEED, Workload
 from fl_lightning import FederatedDataModule, Federation, UniformCohort
 
-# Rounds that a run would have, if it were not stopped.
-LONG_RUN = 100_000
+
+class InMemory(LightningDataModule):
+    """Tensors as the training set."""
+
+    def __init__(self, dataset: TensorDataset, batch_size: int) -> None:
+        super().__init__()
+        self.dataset, self.batch_size = dataset, batch_size
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return the whole set."""
+        return DataLoader(self.dataset, batch_size=self.batch_size)
 
 
 class StopAfter(Callback):
@@ -51,7 +59,7 @@ class Classifier(LightningModule):
         """Return the clients' optimizer."""
         work = self.work
         return torch.optim.SGD(
-            self.parameters(),
+            [p for p in self.parameters() if p.requires_grad],
             lr=work.lr,
             momentum=work.momentum,
             weight_decay=work.weight_decay,
@@ -97,10 +105,7 @@ def engine_of(trainer: Trainer) -> str:
 def fit(
     work: Workload, data: tuple[Tensor, Tensor], options: Options, num_rounds: int, watch: Callback
 ) -> None:
-    """Train some rounds; the callback comes after the federation's.
-
-    They are the first rounds of a long run: compiling is for those.
-    """
+    """Train the first rounds of a run of ``options.length``; the callback comes after the federation's."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     clients = FederatedDataModule(
@@ -111,7 +116,7 @@ def fit(
     )
     several: dict[str, Any] = {"strategy": "federated"} if options.devices > 1 else {}
     trainer = Trainer(
-        max_epochs=LONG_RUN,
+        max_epochs=options.length,
         accelerator=options.accelerator,
         devices=options.devices,
         precision=options.precision,  # type: ignore[arg-type]

@@ -40,6 +40,7 @@ class Workload:
         pool: if given, all clients' examples are windows into so many, which overlap; otherwise
             every client owns its own.
         categories: values of the first columns of a row, which hold whole numbers.
+        vocabulary: number of tokens, for examples that are texts; each token has a label.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Workload:
     weight_decay: float = 0.0
     pool: int | None = None
     categories: tuple[int, ...] = ()
+    vocabulary: int | None = None
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -81,9 +83,13 @@ class Workload:
         return self.local_steps or -(-int(self.sizes[client]) // self.batch_size)
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """Return all examples, shape (N, *shape), and their labels, shape (N,)."""
+        """Return all examples, shape (N, *shape), and their labels, shape (N,); (N, *shape) of texts."""
         count = self.pool or int(self.sizes.sum())
         generator = torch.Generator().manual_seed(SEED)
+        if self.vocabulary is not None:
+            size = 2, count, *self.shape
+            x, y = torch.randint(self.vocabulary, size, generator=generator)
+            return x, y
         x = torch.randn(count, *self.shape, generator=generator)
         for column, values in enumerate(self.categories):
             x[:, column] = torch.randint(values, (count,), generator=generator).float()
@@ -168,26 +174,63 @@ WORKLOADS = {
     ),
     "E-cnn": replace(
         _cifar,
-        title="CNN of FedJAX with dropout, 50 of 3,400 writers of EMNIST",
+        title="CNN of FedJAX with dropout, 10 of 3,400 writers of EMNIST",
         network=partial(networks.pfl_cnn, dropout=True, channels=1, side=28, num_classes=62),
         shape=(1, 28, 28),
         num_classes=62,
         num_clients=3400,
         examples=(20, 400),
+        cohort=10,
         batch_size=20,
         lr=0.03,
         pool=20_000,
     ),
     "R-18": replace(
         _cifar,
-        title="ResNet-18 with group norm, 10 of 500 clients, 2 local steps",
+        title="ResNet-18 with group norm, 2 of 500 clients, 2 local steps",
         network=networks.resnet18_gn,
         num_classes=100,
         num_clients=500,
         examples=(100, 100),
-        cohort=10,
+        cohort=2,
         batch_size=20,
         local_steps=2,
+    ),
+    "V-tiny": replace(
+        _cifar,
+        title="ViT-tiny, 2 of 500 clients, 2 local steps",
+        network=networks.tiny_vit,
+        num_classes=100,
+        num_clients=500,
+        examples=(100, 100),
+        cohort=2,
+        batch_size=32,
+        local_steps=2,
+        momentum=0.9,
+    ),
+    "L-lstm": Workload(
+        title="LSTM, 10 of 715 roles of Shakespeare",
+        network=networks.LetterNetwork,
+        shape=(80,),
+        num_classes=90,
+        num_clients=715,
+        examples=(4, 40),
+        cohort=10,
+        batch_size=4,
+        lr=0.3,
+        vocabulary=90,
+    ),
+    "L-lora": Workload(
+        title="language model of 14 million parameters with LoRA, 2 of 100 clients, 4 local steps",
+        network=networks.LowRankLanguageModel,
+        shape=(64,),
+        num_classes=50_304,
+        num_clients=100,
+        examples=(32, 32),
+        cohort=2,
+        batch_size=4,
+        local_steps=4,
+        vocabulary=50_304,
     ),
     "W2": Workload(
         title="CNN of McMahan et al., 10 of 100 clients",
@@ -200,18 +243,6 @@ WORKLOADS = {
         batch_size=10,
     ),
     "W3": _cross_device,
-    "W4": Workload(
-        title="ViT, 4 local steps, 10 of 100 clients",
-        network=networks.small_vit,
-        shape=(3, 32, 32),
-        num_classes=100,
-        num_clients=100,
-        examples=(450, 450),
-        cohort=10,
-        batch_size=32,
-        local_steps=4,
-        momentum=0.9,
-    ),
     "W5": replace(
         _cross_device,
         title="logistic regression, 1,000 of 1,000,000 clients",

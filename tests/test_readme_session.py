@@ -21,7 +21,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import typed
-from readme import MANUAL, ROOT, commands, first_with, words_of
+from readme import ROOT, commands, first_with, words_of
 from small_sets import write_folder, write_pickles
 
 QUICKSTART = first_with("configs/quickstart.yaml")
@@ -37,10 +37,6 @@ CIFAR100 = first_with("configs/cifar100.yaml")
 IID = first_with("configs/cifar10_images.yaml")
 TWO_CLASSES = first_with("classes_per_client 2")
 PLOT = first_with("benchmarks.plot_runs")
-OVERHEAD = first_with("benchmarks.overhead")
-ROUNDS = first_with("--workloads W3,W5")
-ROUNDS_IN_BF16 = first_with("--precision bf16-mixed")
-TURNS = first_with("benchmarks.turns")
 MEMORY = first_with("benchmarks.memory")
 REMEMBERED = first_with("benchmarks.memory --parameters")
 CODEC = first_with("benchmarks.codec")
@@ -94,6 +90,7 @@ NOT_TYPED = {
     **dict.fromkeys(
         (c for c in commands() if "accelerator gpu" in c or "benchmarks.gpu" in c), "needs a GPU"
     ),
+    first_with("benchmarks --write"): "takes 12 minutes; test_benchmarks runs its parts",
     "uv run python -m benchmarks.network": "starts a network twice; test_real_network starts one",
     first_with("benchmarks.calibration"): "test_calibration_benchmark runs it at a tiny scale",
     first_with("robustness"): "takes 40 runs; the commands before it are of the same kind",
@@ -124,13 +121,10 @@ SHORTER = {
     CENTRAL: "--trainer.max_epochs 5 --report false",
     CIFAR100: f"{A_SMALL_VIT} --report false",
     **dict.fromkeys([IID, TWO_CLASSES], "--report false"),
-    OVERHEAD: "--turns 1",
     CODEC: "--size 100000 --repetitions 2",
     SPARSE_STEP: "--network vit_tiny_patch16_224 --turns 1",
     REMEMBERED: "--parameters 100000",
-    SECURE: "--size 1000 --clients 5 --paillier 100",
-    ROUNDS: "--workloads U-mlp --rounds 1 --scale 0.02 --engine sequential",
-    ROUNDS_IN_BF16: "--workloads W3 --rounds 1 --scale 0.02 --engine sequential",
+    SECURE: "--size 1000 --clients 5 --paillier 100 --rivals ''",
 }
 # Python runs this file when it starts: small files cannot have the checksums of the real ones
 ANY_CHECKSUM = """
@@ -223,9 +217,8 @@ def type_in(folder):
     return type_in
 
 
-# test_benchmarks measures a workload in either precision and writes the table without their processes;
 # test_compare compares toys, and test_masks counts the bytes of what a mask lets move
-SLOW = (ROUNDS, ROUNDS_IN_BF16, TURNS, OVERHEAD, SPARSE)
+SLOW = (SPARSE,)
 TYPED = [
     pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c
     for c in commands()
@@ -314,23 +307,6 @@ def test_the_figure_shows_both_runs_in_both_panels(type_in, folder):
         for color in ("tab:blue", "tab:orange"):
             is_color = np.isclose(panel, matplotlib.colors.to_rgb(color), atol=0.01).all(axis=2)
             assert is_color.sum() > 500  # more than in the legend
-
-
-@pytest.mark.slow
-def test_the_overhead_is_measured_for_the_models_in_the_readme(type_in):
-    rows = re.findall(r"^(\S.*?) {2,}\d+ µs", type_in(OVERHEAD).text, re.MULTILINE)
-    assert len(rows) == 2
-    assert all(f"\n{row} " in MANUAL for row in rows)
-
-
-@pytest.mark.slow
-def test_the_rounds_are_those_of_the_bare_loop(type_in):
-    text = type_in(ROUNDS).text
-    workloads = re.findall(r"^(\S+): ", text, re.MULTILINE)
-    assert all(f"\n{name}: " in MANUAL for name in workloads)
-    differences = re.findall(r"^  ours .* (\S+)$", text, re.MULTILINE)
-    assert len(differences) == len(workloads) == 1
-    assert all(float(difference) <= 1e-3 for difference in differences)
 
 
 def test_what_a_hundred_clients_remember_is_measured(type_in):

@@ -1,24 +1,26 @@
 """The benchmark's harness at a tiny scale: every workload runs, and the results agree."""
 
 import json
+import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks import __main__ as command
-from benchmarks import alone, rivals
+from benchmarks import alone
 from benchmarks.bare import PLAIN, VARIANTS, BareLoop, own_plan
 from benchmarks.cluster import Constants
-from benchmarks.engineered import applies, loop_for
+from benchmarks.engineered import Comparison, applies, compare_variants, loop_for
 from benchmarks.options import Options
+from benchmarks.page import _HEADER, RESULTS, ratio, row, with_tables
 from benchmarks.process import MeasurementError, run, seconds_alive
-from benchmarks.report import HEADER, Row, ratio
-from benchmarks.turns import _MOST_ROUNDS_OF_A_TURN, measure, rounds_of_a_turn
+from benchmarks.turns import _MOST_ROUNDS_OF_A_TURN, Turns, measure, rounds_of_a_turn
 from benchmarks.workloads import WORKLOADS
 
 TINY = Options(rounds=1, scale=0.01)
@@ -32,21 +34,34 @@ SIZES = {
     "U-lenet": 215_730,
     "E-cnn": 1_206_590,
     "R-18": 11_220_132,
+    "V-tiny": 5_380_132,
+    "L-lstm": 822_570,
+    "L-lora": 14_092_288,
 }
 
 
 MARKED = [n if n == "U-logreg" else pytest.param(n, marks=pytest.mark.slow) for n in WORKLOADS]
 
 
+def only(monkeypatch, variant):
+    """Let the measurement find one variant of the loop the fastest."""
+    found = Comparison({str(variant): 1.0, "sgd": 2.0}, {}, {})
+    monkeypatch.setattr("benchmarks.turns.compare_variants", lambda *_: found)
+
+
+def turns_of(name, options, length=2000):
+    """Return what a run of some rounds measures, as an object."""
+    return Turns(**measure(name, options, [length])["runs"][length])
+
+
 @pytest.mark.parametrize("name", MARKED)
 def test_federation_and_bare_loop_agree(name, monkeypatch):
     # by hand, the most different from torch's own; but the ViT is slow, once is enough
-    variant = PLAIN if name == "W4" else VARIANTS["by hand"]
-    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: variant)
+    only(monkeypatch, PLAIN if name == "V-tiny" else VARIANTS["by hand"])
     rounds = 3 if name == "W3" else 1
     monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: rounds)
-    turns = measure(name, TINY)
-    assert len(turns.ours) == len(turns.bare) == len(turns.bare_best) == rounds
+    turns = turns_of(name, TINY)
+    assert len(turns.ours) == len(turns.plain) == len(turns.best) == rounds
     # of the largest change, which a step of this size computes in float32 to a few 1e-6
     assert 0 < turns.difference <= 5e-5
     assert turns.engine.startswith("sequential") or "slots" in turns.engine
@@ -54,19 +69,18 @@ def test_federation_and_bare_loop_agree(name, monkeypatch):
 
 @pytest.mark.parametrize(("num_rounds", "words"), [(1000, "compiled"), (10, "not compiled")])
 def test_a_row_says_whether_slots_are_compiled(num_rounds, words, monkeypatch):
-    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
+    only(monkeypatch, PLAIN)
     monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 1)
-    monkeypatch.setattr("benchmarks.ours.LONG_RUN", num_rounds)  # 40 clients of a step and more
-    turns = measure("U-logreg", Options(rounds=1, scale=0.3, engine="slots"))
+    options = Options(rounds=1, scale=0.3, engine="slots")
+    turns = turns_of("U-logreg", options, num_rounds)  # 40 clients of a step and more
     assert turns.engine == f"12 slots, {words}"
 
 
 @pytest.mark.parametrize(("name", "most"), [("T-mlp", 1e-5), ("T-transformer", 5e-5)])
 def test_slots_agree_with_the_loop_on_embeddings_and_attention(name, most, monkeypatch):
-    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
+    only(monkeypatch, PLAIN)
     monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 1)
-    monkeypatch.setattr("benchmarks.ours.LONG_RUN", 10)
-    turns = measure(name, Options(rounds=1, scale=0.1, engine="slots"))
+    turns = turns_of(name, Options(rounds=1, scale=0.1, engine="slots"), length=10)
     assert turns.engine == "2 slots, not compiled"
     assert 0 < turns.difference <= most  # six layers of attention round more often
 
@@ -81,22 +95,51 @@ def test_a_turn_has_several_rounds_where_they_are_short(seconds, rounds):
     assert rounds_of_a_turn(Loop(work, work.data())) == rounds
 
 
-def test_in_another_precision_a_loop_in_the_full_one_takes_its_turn(monkeypatch):
-    of_precision = {"bf16-mixed": PLAIN, "32-true": VARIANTS["by hand"]}
-    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *args: of_precision[args[2]])
+def test_a_federation_in_another_precision_takes_turns_with_loops_in_it(monkeypatch):
+    only(monkeypatch, VARIANTS["by hand"])
     monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 2)
-    turns = measure("W3", Options(rounds=1, scale=0.01, precision="bf16-mixed"))
-    assert (turns.best, turns.best_full) == ("sgd", "by hand")
-    assert turns.bare == turns.bare_best != turns.bare_full
-    assert len(turns.ours) == len(turns.bare) == len(turns.bare_full) == 2
+    turns = turns_of("W3", Options(rounds=1, scale=0.01, precision="bf16-mixed"))
+    assert len(turns.ours) == len(turns.plain) == len(turns.best) == 2
     assert 0 < turns.difference < 0.05
+
+
+def test_a_shorter_run_is_as_sequential_as_a_longer_one(monkeypatch):
+    only(monkeypatch, PLAIN)
+    monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 1)
+    runs = measure("W3", replace(TINY, engine="sequential"), [100, 2000])["runs"]
+    assert runs[2000]["engine"] == "sequential"
+    assert runs[100] == runs[2000]
+
+
+def test_variants_that_differ_or_fail_are_left_out(monkeypatch):
+    work = WORKLOADS["U-logreg"].scaled(0.1)
+    wrong = replace(work, lr=work.lr * 1.001)
+
+    def loops(work, data, variant, *args, **options):
+        if variant.update == "fused":
+            raise_in_training = BareLoop(work, data)
+            monkeypatch.setattr(raise_in_training, "train_round", _fails)
+            return raise_in_training
+        return BareLoop(wrong if variant.update == "by hand" else work, data)
+
+    monkeypatch.setattr("benchmarks.engineered.loop_for", loops)
+    found = compare_variants(work, work.data(), "32-true", repetitions=1)
+    assert set(found.left_out) == {"by hand", "fused"}
+    assert found.left_out["fused"] == "RuntimeError: no kernel"
+    assert found.differences["by hand"] == pytest.approx(1e-3, rel=0.1)
+    assert set(found.seconds) == {"sgd", "foreach", "compiled", "batched"}
+    assert list(found.seconds.values()) == sorted(found.seconds.values())
+
+
+def _fails(plan):
+    raise RuntimeError("no kernel\nat line 3")
 
 
 @pytest.mark.slow
 def test_a_wrong_result_shows(monkeypatch):
-    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
+    only(monkeypatch, PLAIN)
     monkeypatch.setattr("benchmarks.plan.derive_seed", lambda *_: 0)
-    assert measure("W1-dropout", TINY).difference > 0.01
+    assert turns_of("W1-dropout", TINY).difference > 0.01
 
 
 @pytest.mark.slow
@@ -105,10 +148,11 @@ def test_what_two_processes_saw_comes_back():
     words = [sys.executable, "-m", "benchmarks.turns", "U-logreg", *options]
     output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     seen = json.loads(output.splitlines()[-1])
-    counts = {len(seen[name]) for name in ("ours", "bare", "bare_best")}
+    turns = Turns(**seen["runs"]["2000"])
+    counts = {len(seconds) for seconds in (turns.ours, turns.plain, turns.best)}
     assert len(counts) == 1
     assert 1 <= counts.pop() <= _MOST_ROUNDS_OF_A_TURN
-    assert 0 < seen["difference"] <= 5e-5
+    assert 0 < turns.difference <= 5e-5
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -131,7 +175,7 @@ def test_shards_lie_inside_the_data(name):
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=pytest.mark.slow if v in ("compiled", "batched") else ())
+        pytest.param(v, marks=pytest.mark.slow if v.startswith(("compiled", "batched")) else ())
         for v in VARIANTS
     ],
 )
@@ -188,34 +232,95 @@ def test_a_column_of_two_processes_alone():
     assert 1 < line["start_up"] < time.monotonic() - began  # imports are in it
 
 
-def test_the_table(monkeypatch, capsys):
-    """The processes are imitated here: starting them takes longer than all they do."""
+RESULT = {
+    "title": "logistic regression",
+    "environment": {"date": "2026-11-28", "commit": "abc", "torch": "2.15.0", "CPU": "EPYC"},
+    "variants": {"seconds": {"compiled": 0.5, "fused": 0.9, "sgd": 1.0}},
+    "runs": {
+        "2000": {"engine": "4 slots, compiled", "difference": 1e-6}
+        | {"ours": [0.2, 0.4], "plain": [1.0, 2.0], "best": [0.5, 1.0]},
+        "100": {"engine": "4 slots, not compiled", "difference": 2e-6}
+        | {"ours": [0.4, 0.8], "plain": [1.0, 2.0], "best": [0.5, 1.0]},
+    },
+    "starts": {
+        name: {"start_up": seconds}
+        for name, seconds in (
+            ("ours, 100", 10.0),
+            ("ours, 2000", 30.0),
+            ("compiled", 65.0),
+            ("fused", 5.0),
+        )
+    },
+    "rivals": {"pfl": {"failure": "no such package"}, "flwr": {"seconds": [3.0], "bare": [1.5]}},
+}
 
-    def imitated(command, timeout=None):
+
+def test_a_row_of_the_table():
+    cells = [cell.strip() for cell in row("W3", RESULT).split("|")[1:-1]]
+    assert len(cells) == _HEADER.count("|") - 1
+    assert cells[1:8] == [
+        "1.5 s",
+        "compiled",
+        "0.50",
+        "4 slots, compiled",
+        "0.20",
+        "**0.40**",
+        "30 s",
+    ]
+    # 10 s and 100 rounds of 0.6 s; the compiled loop takes 65 s and 100 rounds of 0.75, the fused one more
+    assert cells[8:] == ["4 slots, not compiled", f"**{70 / 140:.2f}**", "2e-06"]
+
+
+def test_tables_are_written_between_their_comments(tmp_path):
+    (tmp_path / "rounds.json").write_text(json.dumps({"W3": RESULT}))
+    old = "before\n<!-- rounds -->\nold\n<!-- end of rounds -->\nafter\n"
+    page = with_tables(old, tmp_path)
+    assert "old" not in page
+    assert page.startswith(f"before\n<!-- rounds -->\n\n{_HEADER}\n")
+    assert "| W3 | 0.20 | 2 | n/a: no such package |" in page
+    assert "Measured 2026-11-28 at `abc`, torch 2.15.0, EPYC." in page
+    assert page.endswith("<!-- end of rounds -->\nafter\n")
+    assert with_tables(page, tmp_path) == page
+    with pytest.raises(ValueError, match="no results for the table other"):
+        with_tables("<!-- other -->\n<!-- end of other -->", tmp_path)
+
+
+def test_the_page_is_what_the_command_writes():
+    page = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text()
+    assert with_tables(page) == page
+    named = set(re.findall(r"<!-- end of (\w+) -->", page))
+    assert named == {path.stem for path in RESULTS.glob("*.json")}
+
+
+def test_results_are_merged_and_the_page_is_written(monkeypatch, tmp_path):
+    """The processes are replaced by their results: starting them takes longer than all they do."""
+    asked = []
+
+    def results(command, timeout=None, environment=()):
+        asked.append(command[2:])
         if "benchmarks.turns" in command:
-            seconds = {"bare": [1.0, 2.0], "bare_best": [0.5, 1.0], "ours": [1.5, 3.0]}
-            of_full = {"best_full": "by hand, channels last", "bare_full": [2.0, 4.0]}
-            return {"best": "fused", "engine": "slots", "difference": 1e-7, **seconds, **of_full}
+            return {key: RESULT[key] for key in ("variants", "runs")}
         if "benchmarks.rivals.pfl" in command:
             raise MeasurementError("no such package")
-        return {"seconds": [3.0, 3.0], "bare": [1.0, 1.0], "start_up": 2.0, "peak_mb": 1000.0}
+        return {"seconds": [3.0], "bare": [1.0], "start_up": 2.0, "peak_mb": 1000.0}
 
-    monkeypatch.setattr("benchmarks.__main__.run", imitated)
-    monkeypatch.setattr("benchmarks.process.run", imitated)
-    monkeypatch.setattr(rivals, "RIVALS", {"pfl": ("3.11", []), "flwr": ("3.11", [])})
-    monkeypatch.setattr("sys.argv", ["benchmarks", "--workloads", "W3", "--rivals", "pfl,flwr"])
-    command.main()
-    header, title, *rows = capsys.readouterr().out.splitlines()
-    assert header == HEADER
-    assert title.startswith("W3: ")
-    labels = [row[:44].strip() for row in rows]
-    full = "bare in 32-true (by hand, channels last)"
-    assert labels == [full, "bare", "bare (best: fused)", "ours (slots)", "pfl", "flwr"]
-    assert rows[4].endswith("n/a: no such package")
-    assert all(len(row) == len(HEADER) for row in (*rows[:4], rows[5]))
-    assert rows[0].split()[-6:] == ["3", "2.00", "4.00", "2.0", "1,000", "-"]
-    assert rows[5].split()[1:] == ["3", "3.00", "6.00", "2.0", "1,000", "-"]
-    assert rows[3].split()[2:] == ["2.25", "1.50", "3.00", "2.0", "1,000", "1.0e-07"]
+    monkeypatch.setattr(command, "run", results)
+    monkeypatch.setattr("benchmarks.process.run", results)
+    monkeypatch.setattr(command, "ROUNDS", tmp_path / "rounds.json")
+    monkeypatch.setattr(command, "with_tables", lambda page: with_tables(page, tmp_path))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- rounds -->\n<!-- end of rounds -->\n")
+    for name in ("W5", "W3"):
+        words = ["--workloads", name, "--rivals", "pfl", "--write", str(page)]
+        monkeypatch.setattr("sys.argv", ["benchmarks", *words])
+        command.main()
+    saved = json.loads((tmp_path / "rounds.json").read_text())
+    assert list(saved) == ["W3", "W5"]
+    assert set(saved["W3"]["starts"]) == {"compiled", "fused", "ours, 100", "ours, 2000"}
+    assert saved["W3"]["rivals"] == {"pfl": {"failure": "no such package"}}
+    assert page.read_text().count("| **W") == 2
+    lengths = [words[words.index("--length") + 1] for words in asked if "ours" in words]
+    assert sorted(lengths) == ["100", "100", "2000", "2000"]
 
 
 def test_unknown_names_are_refused(monkeypatch, capsys):
@@ -234,7 +339,6 @@ def test_a_command_that_fails_says_why():
 
 def test_ratios():
     assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == 2
-    assert "n/a: out of reach" in str(Row("pfl", failure="out of reach"))
 
 
 def test_costs_of_a_round_follow_the_formulas():
