@@ -3,7 +3,8 @@
 Of each workload, the variants of a bare loop are compared, and the federation takes turns with the plain
 and the fastest one, in runs of 100 and of 2,000 rounds (`benchmarks.turns`). What is paid once, by
 the federation and by the fastest loops, is measured in fresh processes with an empty folder of compiled
-code, two at a time (`benchmarks.alone`). One thread a process; seconds are those that it computes.
+code (`benchmarks.alone`). One thread a process; seconds are those that it computes. Two workloads are
+measured at a time.
 
 Results are merged into benchmarks/results/rounds.json, with commit, torch, CPU and date. ``--write`` then
 writes the tables of a page anew. ``--tables memory,codec`` runs other benchmarks and keeps what they print.
@@ -17,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -60,9 +61,7 @@ def measure(name: str, options: Options) -> dict[str, Any]:
     is_sequential = turns["runs"][lengths[-1]]["engine"] == "sequential"
     for length in LENGTHS[-1:] if is_sequential else LENGTHS:
         columns[f"ours, {length}"] = "ours", replace(options, length=length), "sgd"
-    with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda column: _alone(name, *column), columns.values())
-        starts = dict(zip(columns, found, strict=True))
+    starts = {label: _alone(name, *column) for label, column in columns.items()}
     starts.setdefault("ours, 100", starts["ours, 2000"])
     return {
         "title": WORKLOADS[name].title,
@@ -95,24 +94,31 @@ def compare_rivals(name: str, options: Options, rival_names: Sequence[str]) -> d
 
 def _measure_all(
     names: Sequence[str], options: Options, rival_names: Sequence[str], minutes: float
-) -> None:
-    """Merge the results of workloads into the saved ones, each when it is measured, and print its row."""
+) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Yield the results of workloads in order, two measured at a time, or reasons why there are none."""
     ends = time.monotonic() + 60 * minutes
-    for name in names:
+
+    def of(name: str) -> dict[str, Any] | str:
         if time.monotonic() > ends:
-            print(f"{name} and what follows: not measured, the time is over")
-            return
-        results = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+            return "the time is over"
         try:
-            results[name] = measure(name, options)
+            result = measure(name, options)
         except MeasurementError as error:
-            print(f"{name}: not measured, {error}", flush=True)
-            continue
-        results[name]["rivals"] = compare_rivals(name, options, rival_names)
-        save(ROUNDS, {known: results[known] for known in WORKLOADS if known in results})
-        print(row(name, results[name]), flush=True)
-        for rival, column in results[name]["rivals"].items():
-            print(f"{rival}, of the plain loop: {of_plain(column)}", flush=True)
+            return str(error)
+        return result | {"rivals": compare_rivals(name, options, rival_names)}
+
+    with ThreadPoolExecutor(2) as pool:
+        yield from zip(names, pool.map(of, names), strict=True)
+
+
+def _add(name: str, result: dict[str, Any]) -> None:
+    """Merge the results of a workload into the saved ones, and print its row."""
+    results = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+    results[name] = result
+    save(ROUNDS, {known: results[known] for known in WORKLOADS if known in results})
+    print(row(name, result), flush=True)
+    for rival, column in result["rivals"].items():
+        print(f"{rival}, of the plain loop: {of_plain(column)}", flush=True)
 
 
 def save(path: Path, results: object) -> None:
@@ -153,7 +159,12 @@ def main() -> None:
     for given, existing in known:
         if unknown := [name for name in given if name not in existing]:
             parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(existing)}")
-    _measure_all(names, Options.of_arguments(arguments), rival_names, arguments.minutes)
+    options = Options.of_arguments(arguments)
+    for name, result in _measure_all(names, options, rival_names, arguments.minutes):
+        if isinstance(result, str):
+            print(f"{name}: not measured, {result}", flush=True)
+        else:
+            _add(name, result)
     for name in tables:
         output = output_of([sys.executable, "-m", *TABLES[name].split()])
         found = {"command": TABLES[name], "environment": environment(), "output": output}

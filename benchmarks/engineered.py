@@ -45,10 +45,16 @@ def loop_for(
 
 
 def applies(variant: Variant, work: Workload) -> bool:
-    """Return whether a variant gives the same as the plain loop on a workload."""
-    if variant.update == "batched":  # draws other numbers; `torch.vmap` has no rule for an LSTM
-        kinds = nn.Dropout, nn.LSTM
-        return not any(isinstance(layer, kinds) for layer in work.network().modules())
+    """Return whether a variant gives the same as the plain loop on a workload, and may be faster."""
+    if variant.update == "batched":
+        network = work.network()
+        size = sum(p.numel() for p in network.parameters() if p.requires_grad)
+        kinds = (
+            nn.Dropout,
+            nn.LSTM,
+        )  # the first draws other numbers; `torch.vmap` has no rule for the second
+        can = not any(isinstance(layer, kinds) for layer in network.modules())
+        return can and 2 * size <= _MOST_NUMBERS
     if variant.update == "one gradient":
         return max(map(work.steps_of, range(min(1000, work.num_clients)))) == 1
     return True
@@ -111,7 +117,7 @@ class BatchedLoop(_FunctionalLoop):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         size = sum(p.numel() for p in self._params)
-        self.num_clients = max(2, min(_MOST_CLIENTS, self.work.cohort, _MOST_NUMBERS // size))
+        self.num_clients = min(_MOST_CLIENTS, self.work.cohort, _MOST_NUMBERS // size)
         self._stacked = [torch.empty(self.num_clients, *p.shape) for p in self._params]
         has_velocity = bool(self.work.momentum)
         self._velocities = [torch.empty_like(p) for p in self._stacked] if has_velocity else []

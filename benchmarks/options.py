@@ -24,7 +24,7 @@ class Options:
         seconds: after which a workload's measurement begins no further turn.
     """
 
-    rounds: int = 5
+    rounds: int = 3
     length: int = 2000
     engine: str = "auto"
     precision: str = "32-true"
@@ -32,7 +32,7 @@ class Options:
     devices: int = 1
     scale: float = 1.0
     pad: int = 1
-    seconds: float = 1e9
+    seconds: float = 15.0
 
     def __post_init__(self) -> None:
         for name in ("rounds", "length", "devices", "scale"):

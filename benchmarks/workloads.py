@@ -168,9 +168,14 @@ _tabular = Workload(
 _ratings = 6040, 3706  # users and films of MovieLens-1M
 
 WORKLOADS = {
-    "W1": _cifar,
-    "W1-dropout": replace(
-        _cifar, title=f"{_cifar.title}, dropout", network=partial(networks.pfl_cnn, dropout=True)
+    "W3": _cross_device,
+    "U-logreg": _unequal,
+    "U-mlp": replace(_unequal, title="MLP, 40 unequal clients", network=networks.mlp),
+    "U-lenet5": replace(
+        _unequal,
+        title="LeNet-5, 40 unequal clients",
+        network=networks.lenet5,
+        shape=(1, 32, 32),
     ),
     "E-cnn": replace(
         _cifar,
@@ -185,28 +190,14 @@ WORKLOADS = {
         lr=0.03,
         pool=20_000,
     ),
-    "R-18": replace(
-        _cifar,
-        title="ResNet-18 with group norm, 2 of 500 clients, 2 local steps",
-        network=networks.resnet18_gn,
-        num_classes=100,
-        num_clients=500,
-        examples=(100, 100),
-        cohort=2,
-        batch_size=20,
-        local_steps=2,
+    "W1-dropout": replace(
+        _cifar, title=f"{_cifar.title}, dropout", network=partial(networks.pfl_cnn, dropout=True)
     ),
-    "V-tiny": replace(
-        _cifar,
-        title="ViT-tiny, 2 of 500 clients, 2 local steps",
-        network=networks.tiny_vit,
-        num_classes=100,
-        num_clients=500,
-        examples=(100, 100),
-        cohort=2,
-        batch_size=32,
-        local_steps=2,
-        momentum=0.9,
+    "T-mlp": _tabular,
+    "T-transformer": replace(
+        _tabular,
+        title="TabTransformer, 20 of 100 clients",
+        network=partial(networks.TabularNetwork, _adult, 6, 32, 6),
     ),
     "L-lstm": Workload(
         title="LSTM, 10 of 715 roles of Shakespeare",
@@ -232,6 +223,36 @@ WORKLOADS = {
         local_steps=4,
         vocabulary=50_304,
     ),
+    "V-tiny": replace(
+        _cifar,
+        title="ViT-tiny, 2 of 500 clients, 2 local steps",
+        network=networks.tiny_vit,
+        num_classes=100,
+        num_clients=500,
+        examples=(100, 100),
+        cohort=2,
+        batch_size=32,
+        local_steps=2,
+        momentum=0.9,
+    ),
+    "R-18": replace(
+        _cifar,
+        title="ResNet-18 with group norm, 2 of 500 clients, 2 local steps",
+        network=networks.resnet18_gn,
+        num_classes=100,
+        num_clients=500,
+        examples=(100, 100),
+        cohort=2,
+        batch_size=20,
+        local_steps=2,
+    ),
+    "W5": replace(
+        _cross_device,
+        title="logistic regression, 1,000 of 1,000,000 clients",
+        num_clients=1_000_000,
+        cohort=1000,
+    ),
+    "W1": _cifar,
     "W2": Workload(
         title="CNN of McMahan et al., 10 of 100 clients",
         network=networks.mcmahan_cnn,
@@ -242,38 +263,17 @@ WORKLOADS = {
         cohort=10,
         batch_size=10,
     ),
-    "W3": _cross_device,
-    "W5": replace(
-        _cross_device,
-        title="logistic regression, 1,000 of 1,000,000 clients",
-        num_clients=1_000_000,
-        cohort=1000,
-    ),
-    "U-logreg": _unequal,
-    "U-mlp": replace(_unequal, title="MLP, 40 unequal clients", network=networks.mlp),
-    "U-lenet5": replace(
-        _unequal,
-        title="LeNet-5, 40 unequal clients",
-        network=networks.lenet5,
-        shape=(1, 32, 32),
-    ),
     "U-lenet": replace(
         _unequal,
         title="wider LeNet, 40 unequal clients",
         network=networks.wide_lenet,
         shape=(3, 32, 32),
     ),
-    "T-mlp": _tabular,
     "T-films": replace(
         _tabular,
         title="MLP over users and films of MovieLens-1M, 20 of 100 clients",
         network=partial(networks.TabularNetwork, _ratings, 0, 32),
         shape=(2,),
         categories=_ratings,
-    ),
-    "T-transformer": replace(
-        _tabular,
-        title="TabTransformer, 20 of 100 clients",
-        network=partial(networks.TabularNetwork, _adult, 6, 32, 6),
     ),
 }

@@ -327,7 +327,7 @@ def test_unknown_names_are_refused(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["benchmarks", "--workloads", "W9"])
     with pytest.raises(SystemExit):
         command.main()
-    assert "there are W1" in capsys.readouterr().err
+    assert "there are W3" in capsys.readouterr().err
 
 
 def test_a_command_that_fails_says_why():
