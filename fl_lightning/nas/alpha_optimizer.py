@@ -23,13 +23,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.traits import Trait
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation import Stage
+from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
 
 @final
@@ -251,3 +252,25 @@ def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
             for _, value in sorted(optimizer.state[param].items()):
                 if isinstance(value, Tensor):
                     yield value
+
+
+NO_MASK = "keeps to no mask: operations would compete with parts of them missing"
+
+
+def check_steps_once(option: str, optimizer: Optimizer) -> None:
+    """Raise ConfigurationError for an optimizer that evaluates the loss several times per step."""
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            f"{option} is LBFGS, which evaluates the loss several times a step, and a search has one "
+            "gradient for it: use torch.optim.SGD or torch.optim.Adam"
+        )
+
+
+def check_weights_optimizer(optimizer: Optimizer) -> None:
+    """Raise ConfigurationError if the optimizer of the weights has a mask, or is LBFGS."""
+    check_steps_once("model.optimizer", optimizer)
+    if isinstance(optimizer, SparseSGDM | SparseAdamW):
+        raise ConfigurationError(
+            f"model.optimizer is {type(optimizer).__name__}, and a search {NO_MASK}. Search with "
+            "torch.optim.SGD, then mask the network that was found"
+        )

@@ -21,22 +21,36 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
-from fl_lightning.core.traits import Traits
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size
-from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy
+from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, check_image_size
+from fl_lightning.nas.spaces.elastic import Repeat
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import Capability, CostOf
 from fl_lightning.nas.sub_networks.evaluation import apply_sums, batch_norms, has_statistics
 from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step, step_generator
 from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
+
+_TRAITS = Traits(
+    needs={
+        Trait.ALL_PARAMETERS: "keeps to no mask but its clients' capability: a mask of its largest size "
+        "leaves smaller ones with parts missing",
+        Trait.SIMULATION: "is simulated only: its clients' turns and sums are not sent to sites",
+    },
+    instead={
+        Trait.ALL_PARAMETERS: "train it without MaskCalibration, then mask the network that was chosen",
+        Trait.SIMULATION: "train it in a simulation, then train the sub-network that was chosen over the "
+        "network",
+    },
+)
 
 
 class OneShot(SharedWeights):
@@ -53,6 +67,11 @@ class OneShot(SharedWeights):
         label_smoothing: label smoothing of the cross entropy, in [0, 1); a sandwich applies it to the
             largest network only.
         drop_rate: dropout rate before the classifier of the largest network, in [0, 1).
+        drop_connect: rate in [0, 1) at which the last two stages of the largest network skip the residual
+            branch of a block, per example; it rises in proportion to the number of the block.
+        zero_gamma: whether the last batch norm of every residual branch starts with a scale of 0, so that
+            blocks start as shortcuts.
+        decay_weights_only: whether the optimizer's weight decay spares biases and norms.
         capability: budget of each client; None if all clients can afford the largest network. With
             budgets the clients' optimizer must support masks (`SparseSGDM`, `SparseAdamW`).
         same_draws: whether all clients draw the same sub-networks in the same local step.
@@ -72,7 +91,7 @@ class OneShot(SharedWeights):
         torch.Size([2, 10])
     """
 
-    federation_traits: ClassVar[Traits] = ALL_SIZES_TRAITS
+    federation_traits: ClassVar[Traits] = _TRAITS
 
     def __init__(
         self,
@@ -84,6 +103,9 @@ class OneShot(SharedWeights):
         image_size: int = 32,
         label_smoothing: float = 0.0,
         drop_rate: float = 0.0,
+        drop_connect: float = 0.0,
+        zero_gamma: bool = False,
+        decay_weights_only: bool = False,
         capability: Capability | None = None,
         same_draws: bool = False,
         recalibration_examples: int | None = 2048,
@@ -100,6 +122,7 @@ class OneShot(SharedWeights):
             ranges={
                 "label_smoothing": (label_smoothing, "in [0, 1)"),
                 "drop_rate": (drop_rate, "in [0, 1)"),
+                "drop_connect": (drop_connect, "in [0, 1)"),
             },
         )
         self.space, self.method = space, method or Sandwich()
@@ -107,9 +130,20 @@ class OneShot(SharedWeights):
         self.network = space.supernet(**self.shape)
         for _, norm in batch_norms(self.network):
             norm.momentum = 0.0  # running statistics do not change in training
+        self._branches = residual_branches(self.network)
+        if zero_gamma:
+            for branch, _ in self._branches:
+                if isinstance(branch, nn.BatchNorm2d):
+                    nn.init.zeros_(branch.weight)
+        if (zero_gamma or drop_connect) and not self._branches:
+            raise ConfigurationError(
+                f"model.{'zero_gamma' if zero_gamma else 'drop_connect'}: no block of {space.name} names its "
+                "residual branches: give it a method residual_branches(), or leave the option out"
+            )
         self.costs = CostOf("flops", image_size, in_channels, num_classes)
         self.capability = capability
         self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
+        self._drop_connect, self._decay_weights_only = drop_connect, decay_weights_only
         self._same_draws = same_draws
         # no default of the argument: YAML that names another class would be merged with it
         self._optimizer = optimizer or partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -134,7 +168,7 @@ class OneShot(SharedWeights):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of the method; logs the accuracy of the first sub-network that learns."""
         images, labels = self.checked(batch)
-        current = self._client
+        current = self._rounds.client
         accuracies: list[Tensor] = []
 
         def labels_loss(logits: Tensor) -> Tensor:
@@ -146,6 +180,12 @@ class OneShot(SharedWeights):
             with self._dropout():
                 return self(images, architecture)  # type: ignore[no-any-return]
 
+        def frozen(architecture: Architecture) -> Tensor:
+            weights = self._rounds.teacher
+            assert weights is not None, "the first phase has ended"
+            logits: Tensor = functional_call(self.network, weights, (images, architecture))
+            return logits
+
         step = Step(
             limit=self.space.largest if current is None else current.limit,
             round_=self.current_epoch,
@@ -156,6 +196,7 @@ class OneShot(SharedWeights):
             logits=lambda architecture: self(images, architecture),
             labels_loss=labels_loss,
             whole=whole,
+            frozen=frozen,
         )
         loss = self.method.loss(step)
         self.log(
@@ -164,9 +205,9 @@ class OneShot(SharedWeights):
         return loss
 
     @property
-    def _client(self) -> ClientAtWork | None:
+    def _rounds(self) -> SubNetworkRounds:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return next(c for c in callbacks if isinstance(c, SubNetworkRounds)).client
+        return next(c for c in callbacks if isinstance(c, SubNetworkRounds))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _generator(self, current: ClientAtWork | None, step: int) -> torch.Generator:
@@ -176,22 +217,25 @@ class OneShot(SharedWeights):
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Context in which the inputs of the classifier get dropout."""
-        if not self._drop_rate:
-            yield
-            return
-        heads = head_names(self.network)
-        if not heads:
-            raise ConfigurationError(
-                "model.drop_rate: dropout is before the classifier, which this network does not name: give "
-                "its module a method get_classifier(), or set drop_rate to 0"
-            )
-        drop = lambda _, inputs: (functional.dropout(inputs[0], self._drop_rate), *inputs[1:])
-        handle = self.network.get_submodule(heads[0]).register_forward_pre_hook(drop)
+        """Context in which the inputs of the classifier get dropout, and residual branches drop-connect."""
+        handles = []
+        if self._drop_rate:
+            heads = head_names(self.network)
+            if not heads:
+                raise ConfigurationError(
+                    "model.drop_rate: dropout is before the classifier, which this network does not name: give "
+                    "its module a method get_classifier(), or set drop_rate to 0"
+                )
+            drop = lambda _, inputs: (functional.dropout(inputs[0], self._drop_rate), *inputs[1:])
+            handles.append(self.network.get_submodule(heads[0]).register_forward_pre_hook(drop))
+        for branch, share in self._branches if self._drop_connect else ():
+            skip = partial(_skipped, self._drop_connect * share)
+            handles.append(branch.register_forward_hook(skip))
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     @override
     def checked(self, batch: Any) -> Batch:
@@ -217,16 +261,47 @@ class OneShot(SharedWeights):
     # Set up.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer, and its learning rate schedule if there is one."""
-        optimizer = self._optimizer(list(self.network.parameters()))
-        scheduler = self._scheduler(optimizer)
-        if scheduler is None:
-            return optimizer
+        """Return the optimizer and its learning rate schedule."""
+        params: list[Any] = list(self.network.parameters())
+        if self._decay_weights_only:  # biases, and the scales and shifts of norms, are vectors
+            groups = [
+                [p for p in params if (p.ndim > 1) == is_weight] for is_weight in (True, False)
+            ]
+            params = [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+        optimizer = self._optimizer(params)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"},
+            "lr_scheduler": {"scheduler": self._scheduler(optimizer), "interval": "epoch"},
         }
+
+    @override
+    def rate_factor(self, round_: int, num_rounds: int) -> float:
+        return self.method.factor(self.schedule, self.space, round_, num_rounds)
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callback that applies client budgets and recalibrates statistics."""
         return [SubNetworkRounds()]
+
+
+def residual_branches(network: nn.Module) -> list[tuple[nn.Module, float]]:
+    """Return the modules whose output is added to a shortcut, with their share of the drop-connect rate.
+
+    The share of block l of L is l / L in the last two stages, and 0 before them.
+    Source: Huang et al. 2016 for the line; Wang et al. 2021 (AttentiveNAS), released code, for the stages.
+    """
+    stages = [module for module in network.modules() if isinstance(module, Repeat)]
+    late = {block for stage in stages[-2:] for block in stage}
+    blocks: list[Any] = [m for m in network.modules() if hasattr(m, "residual_branches")]
+    return [
+        (branch, number / len(blocks) if block in late else 0.0)
+        for number, block in enumerate(blocks)
+        for branch in block.residual_branches()
+    ]
+
+
+def _skipped(rate: float, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Return an output of which examples are zero with a probability, scaled so that its mean stays."""
+    if not rate:
+        return output
+    shape = (len(output), *[1] * (output.ndim - 1))
+    return output * functional.dropout(torch.ones(shape).to(output), rate)

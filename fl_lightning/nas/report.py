@@ -29,17 +29,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, log_figure, run_folder
 from fl_lightning.nas import pictures
 from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
-from fl_lightning.nas.checks import (
-    check_beside_updates,
-    check_length,
-    check_one_device,
-    check_precision,
-    check_turns,
-)
 from fl_lightning.nas.cost.latency import LatencyTable
+from fl_lightning.nas.mixture import protector
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.reports.charts import Chart, Panel, draw, inline, series
@@ -78,21 +73,21 @@ class SearchReport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the run, and add the stage by which the server steps α in a federation."""
         module: Any = pl_module
-        check_precision(str(trainer.precision))
+        _check_precision(str(trainer.precision))
         federation = federation_of(trainer)
         module.is_federated = federation is not None
         module.is_stepped_by_server = module.is_federated and module.architecture_state == "server"
         module.signal = self._signal
         if stage == "fit":
-            check_length(trainer.max_epochs)
+            _check_length(trainer.max_epochs)
         if federation is None:
-            check_one_device(trainer.world_size)
+            _check_one_device(trainer.world_size)
             return
-        check_beside_updates(federation, module.sends_buffers)
+        _check_beside_updates(federation, module.sends_buffers)
         if stage != "fit":
             return
         if federation.local_steps is not None:
-            check_turns(module.alpha_every, federation.local_steps, "federation.local_steps")
+            _check_turns(module.alpha_every, federation.local_steps, "federation.local_steps")
         if module.is_stepped_by_server:
             federation.add(
                 ServerSearchStep(
@@ -109,7 +104,7 @@ class SearchReport(Callback):
         module: Any = pl_module
         if not module.is_federated:
             steps = trainer.num_training_batches
-            check_turns(module.alpha_every, steps, "the number of batches in an epoch")
+            _check_turns(module.alpha_every, steps, "the number of batches in an epoch")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recompute the batch norm statistics before an evaluation or predictions."""
@@ -186,7 +181,7 @@ class SearchReport(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the best of several drawn architectures, if the search learns from rewards."""
         module: Any = pl_module
-        self._best_accuracy = module.choose_best()
+        self._best_accuracy = module.choose_best(module.best_of)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the found architecture and write its files."""
@@ -268,3 +263,65 @@ def _configuration(folder: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def _check_precision(precision: str) -> None:
+    """Raise ConfigurationError for a precision that stores α or its gradient in 16 bits."""
+    reason = {
+        "16": "gradients of alpha are taken without the scale that keeps float16 from rounding them to zero",
+        "bf16-true": "alpha has 8 binary digits, by which its small steps round to nothing",
+    }
+    for start, why in reason.items():
+        if precision.startswith(start):
+            raise ConfigurationError(
+                f"trainer.precision is {precision}, and {why}: use bf16-mixed or 32-true"
+            )
+
+
+def _check_one_device(world_size: int) -> None:
+    """Raise ConfigurationError for a central search in several processes."""
+    if world_size > 1:
+        raise ConfigurationError(
+            f"a search without federation trains in one process, got {world_size}: each would move an alpha "
+            "of its own. Set trainer.devices to 1, or add a federation block, whose clients train in all "
+            "of them"
+        )
+
+
+def _check_length(max_epochs: int | None) -> None:
+    """Raise ConfigurationError for a search without a number of epochs."""
+    if max_epochs is None or max_epochs < 1:
+        raise ConfigurationError(
+            f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: its progress sets the "
+            "temperature, and when alpha starts to move"
+        )
+
+
+def _check_turns(alpha_every: int, num_steps: float, what: str) -> None:
+    """Raise ConfigurationError if a round (epoch) is too short for a step of α.
+
+    Args:
+        alpha_every: number of steps from one step of α to the next.
+        num_steps: number of steps per round (epoch).
+        what: name of `num_steps` for the message.
+    """
+    if num_steps < alpha_every:
+        raise ConfigurationError(
+            f"model.alpha_every is {alpha_every}, and {what} is {num_steps:g}: alpha would never move. "
+            f"Set alpha_every to {num_steps:g} at most, or train longer per round"
+        )
+
+
+def _check_beside_updates(federation: Any, sends: str) -> None:
+    """Raise ConfigurationError if buffers would be sent unprotected beside protected updates.
+
+    Args:
+        federation: options of the federation.
+        sends: option because of which clients send buffers; empty if there is none.
+    """
+    hides = protector(federation)
+    if sends and hides is not None:
+        raise ConfigurationError(
+            f"{sends} is sent in buffers beside the update, and {type(hides).__name__} protects "
+            "updates alone: use architecture_state: server, and learn: Gradient"
+        )

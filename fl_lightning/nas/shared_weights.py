@@ -20,10 +20,9 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fl_lightning.core.errors import check_range, raise_together
+from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.checks import check_labels
 from fl_lightning.nas.sub_networks.evaluation import (
     Sums,
     has_statistics,
@@ -74,7 +73,7 @@ class SharedWeights(LightningModule):
         raise_together(*(partial(check_range, name, *given) for name, given in every.items()))
         super().__init__()
         self.shape, self.image_size = shape, image_size
-        self._schedule, self.recalibration_examples = schedule, recalibration_examples
+        self.schedule, self.recalibration_examples = schedule or Schedule(), recalibration_examples
         self.seed = run_seed(seed)
         self._sums: dict[str, Sums] = {}
 
@@ -99,7 +98,7 @@ class SharedWeights(LightningModule):
         Raises:
             ConfigurationError: if the batch does not fit the network.
         """
-        check_labels(self.shape["num_classes"], self.checked(batch)[1])
+        _check_labels(self.shape["num_classes"], self.checked(batch)[1])
 
     def recalibrate(self) -> None:
         """Recompute the batch norm statistics of the `shown` networks; all processes call this."""
@@ -148,15 +147,35 @@ class SharedWeights(LightningModule):
         """Log test/loss and test/accuracy of the main network, and accuracies of further networks."""
         self._evaluate("test", batch)
 
-    def _scheduler(self, optimizer: Optimizer) -> LambdaLR | None:
-        """Return the learning rate scheduler of an optimizer, or None without a schedule."""
-        schedule = self._schedule
-        if schedule is None:
-            return None
+    def _scheduler(self, optimizer: Optimizer) -> LambdaLR:
+        """Return the learning rate scheduler of an optimizer."""
         num_rounds = self.trainer.max_epochs or -1  # -1 is Lightning's "no end"
-        return LambdaLR(optimizer, lambda round: schedule.factor(round, num_rounds))
+        return LambdaLR(optimizer, lambda round: self.rate_factor(round, num_rounds))
+
+    def rate_factor(self, round_: int, num_rounds: int) -> float:
+        """Factor of the learning rate in a round (epoch) of a run; -1 rounds is a run without end."""
+        return self.schedule.factor(round_, num_rounds)
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     """Fraction of correct predictions in a batch, a scalar."""
     return (logits.argmax(dim=1) == labels).float().mean()
+
+
+def check_image_size(side: int, images: Tensor) -> None:
+    """Raise ConfigurationError if no side of the images is the size that costs are computed for."""
+    if images.ndim == 4 and side not in images.shape[2:]:
+        given = " x ".join(map(str, images.shape[2:]))
+        raise ConfigurationError(
+            f"model.image_size is {side}, and the images are {given}: set image_size to that of the "
+            "data, for which costs are computed"
+        )
+
+
+def _check_labels(num_classes: int, labels: Tensor) -> None:
+    """Raise ConfigurationError if a label is no class of the network."""
+    if len(labels) and int(labels.max()) >= num_classes:
+        raise ConfigurationError(
+            f"model.num_classes is {num_classes}, and there is a label {int(labels.max())}: set "
+            "num_classes to the number of classes of the data"
+        )

@@ -8,9 +8,6 @@ with a ``search_fraction``. A supernet is an ordinary LightningModule: with a ``
 client runs the two steps above, without one it is the published central search. A client's update contains
 w and α; the server steps α with the optimizer of a central search, see `ServerSearchStep`.
 
-Batch norm uses the statistics of the batch during the search, because running statistics would mix
-architectures. An evaluation uses statistics of training examples, or those of its own batch if updates are
-protected, because clients then send no sums.
 Sources: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the halves at clients.
 Differs: both gradients are taken before either step, so that N clients with one step on a full batch each
 take the step of the pooled data; DARTS computes the gradient of w after the step of α. FedNAS tunes α on
@@ -19,17 +16,15 @@ test data, and its server returns the α of the first client.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -37,7 +32,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
-from fl_lightning.core.traits import Traits
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import (
     AlphaGradient,
@@ -49,33 +44,28 @@ from fl_lightning.nas.alpha_gradients import (
     gradients_of,
     leaves,
 )
-from fl_lightning.nas.alpha_optimizer import GradientSignal, keep, num_kept, recall
-from fl_lightning.nas.checks import (
-    SEARCH_TRAITS,
-    check_image_size,
-    check_rule,
+from fl_lightning.nas.alpha_optimizer import (
+    NO_MASK,
+    GradientSignal,
     check_steps_once,
     check_weights_optimizer,
-    protector,
+    keep,
+    num_kept,
+    recall,
 )
-from fl_lightning.nas.cost.cost import CostTable, Penalty, cost_table
-from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
+from fl_lightning.nas.cost.cost import Penalty
+from fl_lightning.nas.mixture import CellMixture, check_rule
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
     Relaxation,
     SearchStep,
     Softmax,
     drawn_operations,
-    gumbel_noise,
-    weights_of,
 )
 from fl_lightning.nas.report import SearchReport
-from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy
+from fl_lightning.nas.shared_weights import Batch, accuracy, check_image_size
 from fl_lightning.nas.spaces.cells import CellSpace
-from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
-from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.nas.sub_networks.evaluation import batch_norms, training_accuracies
-from fl_lightning.reports.progress import federation_of
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 
 Place = Literal["server", "clients", "none"]
 WarmUp = Literal["rule", "all"]
@@ -84,8 +74,20 @@ WarmUp = Literal["rule", "all"]
 _DARTS_SGD = partial(torch.optim.SGD, lr=0.025, momentum=0.9, weight_decay=3e-4)
 _DARTS_ADAM = partial(torch.optim.Adam, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3)
 
+_TRAITS = Traits(
+    needs={
+        Trait.ALL_PARAMETERS: NO_MASK,
+        Trait.SIMULATION: "is simulated only: its server steps alpha and needs clients' batch norm "
+        "statistics, which sites do not send",
+    },
+    instead={
+        Trait.ALL_PARAMETERS: "search without MaskCalibration, then mask the network that was found",
+        Trait.SIMULATION: "search in a simulation, then train what was found over the network (retrain.yaml)",
+    },
+)
 
-class Supernet(SharedWeights):
+
+class Supernet(CellMixture):
     """Searches a space of cells: trains shared weights w and architecture parameters α.
 
     Args:
@@ -136,7 +138,7 @@ class Supernet(SharedWeights):
         ('|...', torch.Size([6, 5]))
     """
 
-    federation_traits: ClassVar[Traits] = SEARCH_TRAITS
+    federation_traits: ClassVar[Traits] = _TRAITS
     baseline: Tensor
     kept_state: Tensor
 
@@ -168,7 +170,13 @@ class Supernet(SharedWeights):
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
+        rule, self._learn, self._penalty = rule or Softmax(), learn or Gradient(), penalty
+        check_rule(rule, space, self._learn, penalty, alpha_draws, table)
         super().__init__(
+            space,
+            rule,
+            measure,
+            alpha_held,
             shape={
                 "num_classes": num_classes,
                 "in_channels": in_channels,
@@ -187,23 +195,11 @@ class Supernet(SharedWeights):
             },
         )
         self.automatic_optimization = False
-        self.space, self.rule = space, rule or Softmax()
-        self._learn, self._penalty = learn or Gradient(), penalty
-        check_rule(self.rule, space, self._learn, penalty, alpha_draws)
-        self.measure = expected_measure(measure, space, image_size, self.shape)
-        self.network = space.network(self.rule.edge, affine=False, **self.shape)
-        for _, norm in batch_norms(self.network):
-            norm.track_running_stats = False
-            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
-        start = torch.randn(
-            space.num_rows, len(space.operations), generator=torch_generator(self.seed, "alpha")
-        )
-        self.alpha = nn.Parameter(1e-3 * start)
-        self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
-        self.alpha_from = self.rule.alpha_from if alpha_from is None else alpha_from
-        self.alpha_every, self.alpha_held = alpha_every, alpha_held
+        self.alpha_from = rule.alpha_from if alpha_from is None else alpha_from
+        self.alpha_every = alpha_every
         self._alpha_draws, self._warm_up = alpha_draws, warm_up
         self.register_buffer("baseline", torch.zeros(int(isinstance(self._learn, Reward))))
+        self.best_of = self._learn.best_of if isinstance(self._learn, Reward) else 1
         self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
         if architecture_state == "clients":
@@ -214,53 +210,9 @@ class Supernet(SharedWeights):
         self.signal = GradientSignal()
         self._optimizer = optimizer or _DARTS_SGD
         self._clip_norm, self._same_draws = clip_norm, same_draws
-        self._best: Architecture | None = None
-        self._measured: dict[str, Tensor] = {}  # α and β of the networks with statistics
-        if table is not None and not isinstance(space, NASBench201):
-            raise ConfigurationError(
-                f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
-            )
         self.table = None if table is None else NASBench201Table.read(table)
 
-    # Architecture parameters.
-
-    @property
-    def alphas(self) -> dict[str, Tensor]:
-        """Architecture parameters by name: α, and β if the rule has it."""
-        both = {"alpha": self.alpha, "beta": self.beta}
-        return {name: tensor for name, tensor in both.items() if tensor is not None}
-
-    @property
-    def point(self) -> dict[str, Tensor]:
-        """Values of α and β at which networks run: the current values, or zeros if α is held."""
-        values = {name: tensor.detach() for name, tensor in self.alphas.items()}
-        if self.alpha_held:
-            return {name: torch.zeros_like(value) for name, value in values.items()}
-        return values
-
-    @property
-    def architecture(self) -> Architecture:
-        """Architecture that α selects now; after `choose_best` the best drawn architecture."""
-        if self._best is not None:
-            return self._best
-        beta = None if self.beta is None else self.beta.detach()
-        return self.space.derive(self.alpha.detach(), beta)
-
-    @property
-    def shares(self) -> Tensor:
-        """Probabilities of the operations under the current α, shape (num_rows, num_operations)."""
-        return self.space.masked(self.alpha.detach()).softmax(1)
-
-    @cached_property
-    def costs(self) -> CostTable:
-        """Cost of each operation on each edge of a network of this shape."""
-        return cost_table(self.space, side=self.image_size, **self.shape)
-
-    @property
-    def shown(self) -> dict[str, EdgeWeights]:
-        """Networks that an evaluation runs: the current cell, and the mixture if the rule does not draw."""
-        mixed = {} if self.rule.draws else {"mixed": self._mixed(self.point, SearchStep())}
-        return {**mixed, "cell": self._fixed(self.architecture)}
+    # When α learns, and what clients send.
 
     def progress(self, round_index: int) -> float:
         """Completed fraction of the search at the start of a round (epoch), in [0, 1].
@@ -292,37 +244,6 @@ class Supernet(SharedWeights):
         check_steps_once("model.architecture_optimizer", optimizer)
         return optimizer
 
-    def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits (B, num_classes) of an architecture in the shared weights; of the current if None."""
-        logits: Tensor = self.network(
-            images, self._fixed(self.architecture if architecture is None else architecture)
-        )
-        return logits
-
-    def _fixed(self, architecture: Architecture) -> EdgeWeights:
-        return self._one_each(self.space.operations_of(architecture))
-
-    def _one_each(self, operations: Sequence[int]) -> EdgeWeights:
-        """Return edge weights that run one given operation on each row."""
-        edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
-        return replace(weights_of(operations, self.alpha), edges=edges)
-
-    def mixed_logits(self, images: Tensor, alphas: Tensors) -> Tensor:
-        """Return logits (B, num_classes) of the mixture of all architectures; for rules that do not draw.
-
-        Args:
-            images: (B, in_channels, height, width).
-            alphas: architecture parameters by name; gradients flow.
-        """
-        logits: Tensor = self.network(images, self._mixed(alphas, SearchStep()))
-        return logits
-
-    def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
-        """Return the edge weights of the rule for given architecture parameters."""
-        weights = self.rule.weights(self.space.masked(alphas["alpha"]), step)
-        beta = alphas.get("beta")
-        return weights if beta is None else replace(weights, edges=self.space.edge_shares(beta))
-
     # Training: α on one half of a batch, then w on the other.
 
     @override
@@ -353,7 +274,7 @@ class Supernet(SharedWeights):
     def _move_weights(self, batch: Batch, draws: int, optimizer: Any) -> Tensor:
         images, labels = batch
         step = self._search_step(draws, "weights", moves_alpha=False)
-        mixed = self._mixed(self.point, step)
+        mixed = self.mixed(self.point, step)
         if self._warm_up == "all" and not self.moves_alpha(self.current_epoch):
             equal = self.space.masked(torch.zeros_like(self.alpha)).softmax(1)
             mixed = EdgeWeights(equal, edges=mixed.edges)
@@ -381,7 +302,7 @@ class Supernet(SharedWeights):
     def _move_alpha(self, gradients: Tensors, draws: int, optimizer: Any) -> None:
         step = self._search_step(draws, "alpha", moves_alpha=True)
         with torch.no_grad():
-            before, weights = self.alpha.clone(), self._mixed(self.alphas, step)
+            before, weights = self.alpha.clone(), self.mixed(self.alphas, step)
         for name, param in self.alphas.items():
             param.grad = gradients[name]
         if not self.is_federated:
@@ -415,7 +336,7 @@ class Supernet(SharedWeights):
 
         def loss(half: str, weights: Tensors, alphas: Tensors) -> Tensor:
             images, labels = batch[half]
-            mixed = self._mixed(alphas, here())
+            mixed = self.mixed(alphas, here())
             logits = functional_call(self.network, dict(weights), (images, mixed))
             return functional.cross_entropy(logits, labels)
 
@@ -441,7 +362,7 @@ class Supernet(SharedWeights):
         logs = self.space.masked(alphas["alpha"]).log_softmax(1)
         drawn = drawn_operations(logs, 1, torch_generator(draws, "reward"))
         with torch.no_grad():
-            logits = self.network(images, self._one_each(drawn[:, 0].tolist()))
+            logits = self.network(images, self.one_each(drawn[:, 0].tolist()))
         # a NaN would silently count as a wrong answer
         reward = torch.where(logits.isfinite().all(), accuracy(logits, labels), torch.nan)
         loss = learn.loss(
@@ -452,43 +373,10 @@ class Supernet(SharedWeights):
         )
         return gradients_of(loss, alphas)
 
-    def expected_cost(self, alphas: Tensors) -> Tensor:
-        """Expected cost of an architecture drawn by softmax(α), a scalar."""
-        shares = self.space.masked(alphas["alpha"]).softmax(1)
-        if isinstance(self.measure, LatencyTable):
-            return self.measure.expected(shares)
-        return self.costs.expected(shares, self.measure)
-
     def on_train_start(self) -> None:
         """Set the learning rate of this round, even if the run resumes at the last batch of a round."""
-        self._best = None
+        self.chosen = None
         self._schedule_to(self.current_epoch)
-
-    def choose_best(self) -> float | None:
-        """Draw `Reward.best_of` architectures by α and keep the most accurate; all processes call this.
-
-        Returns:
-            Accuracy of the kept architecture on training examples, or None without a choice: if
-            `Reward.best_of` is 1, or updates are protected.
-        """
-        count = self._learn.best_of if isinstance(self._learn, Reward) else 1
-        if count == 1 or self._is_protected:
-            return None
-        generator, alpha = torch_generator(self.seed, "best of"), self.alpha.detach()
-        draws = (alpha + gumbel_noise(alpha, generator) for _ in range(count))
-        drawn = list(dict.fromkeys(self.space.derive(logits) for logits in draws))
-        found = training_accuracies(
-            self.trainer,
-            self.network,
-            [self._fixed(one) for one in drawn],
-            max_examples=self.recalibration_examples,
-            seed=self.seed,
-        )
-        if found is None:
-            return None
-        accuracy, number = max((value, -n) for n, value in enumerate(found))
-        self._best = drawn[-number]
-        return accuracy
 
     def on_train_epoch_end(self) -> None:
         """Set the learning rate of the next round."""
@@ -496,39 +384,8 @@ class Supernet(SharedWeights):
 
     def _schedule_to(self, round_index: int) -> None:
         schedule: Any = self.lr_schedulers()
-        while schedule is not None and schedule.last_epoch < round_index:
+        while schedule.last_epoch < round_index:
             schedule.step()
-
-    # Evaluation.
-
-    def recalibrate(self) -> None:
-        """Recompute the batch norm statistics of the `shown` networks, unless updates are protected."""
-        self._measured = {name: tensor.detach().clone() for name, tensor in self.alphas.items()}
-        self._sums = {}
-        if not self._is_protected:
-            super().recalibrate()
-
-    def normalised(self, name: str) -> AbstractContextManager[None]:
-        """Context in which batch norms use the statistics of a `shown` network, or the batch's if α differs.
-
-        Personal α select another network than the one whose statistics are known.
-        """
-        known, now = self._measured, self.alphas
-        is_measured = known.keys() == now.keys() and all(
-            torch.equal(known[key], tensor.detach()) for key, tensor in now.items()
-        )
-        return super().normalised(name) if is_measured else nullcontext()
-
-    @property
-    def _is_protected(self) -> bool:
-        federation = federation_of(self.trainer)
-        return federation is not None and protector(federation) is not None
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return class probabilities (B, num_classes) of the current architecture."""
-        with self.normalised("cell"):
-            logits: Tensor = self(batch[0])
-        return logits.softmax(dim=1)
 
     # Set up.
 
@@ -547,8 +404,7 @@ class Supernet(SharedWeights):
         own: Optimizer = self.new_architecture_optimizer(alphas)
         if self.is_stepped_by_server:
             own = torch.optim.SGD(alphas, lr=self.local_lr)
-        scheduler = self._scheduler(weights)
-        return ([weights, own], [scheduler]) if scheduler else [weights, own]
+        return [weights, own], [self._scheduler(weights)]
 
     @property
     def local_lr(self) -> float:

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData, toy_trainer
 
 from fl_lightning import APFL, ConfigurationError, Ditto, FederatedDataModule, Federation
 from fl_lightning.core.seeds import torch_generator
-from fl_lightning.models import ImageClassifier
+from fl_lightning.models import ImageClassifier, Schedule
 from fl_lightning.nas import (
     Attentive,
     DeviceClasses,
@@ -22,8 +22,10 @@ from fl_lightning.nas import (
     Shrinking,
     ViT,
 )
+from fl_lightning.nas.one_shot import _skipped, residual_branches
 from fl_lightning.nas.sub_networks.capability import CostOf, within
 from fl_lightning.nas.sub_networks.methods import Step, distillation_loss
+from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
 
 MOBILENET = MobileNet(
     kernels=(3, 5),
@@ -120,6 +122,7 @@ def step(space, limit=None, seed=0, round_=0, num_rounds=4):
         logits=logits,
         labels_loss=lambda logits: torch.nn.functional.cross_entropy(logits, torch.tensor([0])),
         whole=logits,
+        frozen=lambda architecture: 2 * logits(architecture),
     )
 
 
@@ -140,26 +143,98 @@ def test_a_random_path_is_the_mean_over_what_is_drawn():
     assert torch.allclose(RandomPath(3).loss(step(RESNET)), sum(losses) / 3)
 
 
-@pytest.mark.parametrize("keep_largest", [True, False])
-def test_shrinking_begins_with_the_largest_alone(keep_largest):
+@pytest.mark.parametrize("largest", ["learns", "shared", "frozen"])
+def test_shrinking_begins_with_the_largest_alone(largest):
     order = ("depth", "width", "expansion")
-    method = Shrinking((2, 1, 1, 1), order, distillation=0.5, keep_largest=keep_largest)
+    method = Shrinking((2, 1, 1, 1), order, distillation=0.5, largest=largest)
     early = step(RESNET, round_=1)
     assert torch.equal(method.loss(early), early.labels_loss(early.logits(RESNET.largest)))
     late = step(RESNET, round_=2)
-    drawn = method.schedule(RESNET, 0).sample(2, torch_generator(0, "test"))
+    drawn = method.sample(RESNET, method.kept(RESNET, 2), torch_generator(0, "test"))
     student, teacher = late.logits(drawn), late.logits(RESNET.largest)
+    if largest == "frozen":
+        teacher = late.frozen(RESNET.largest)
     assert drawn != RESNET.largest
     expected = late.labels_loss(student) + 0.5 * distillation_loss(student, teacher)
-    if keep_largest:
+    if largest == "learns":
         expected = (expected + late.labels_loss(teacher)) / 2
     assert torch.equal(method.loss(late), expected)
 
 
 def test_shrinking_divides_the_run_into_equal_phases():
-    assert Shrinking().schedule(RESNET, 8).rounds == (2, 2, 2, 2)
-    assert Shrinking().schedule(RESNET, 6).rounds == (2, 1, 2, 1)
-    assert Shrinking().schedule(RESNET, 1).phase(0) == 0
+    assert Shrinking().starts(RESNET, 8) == [0, 2, 4, 6]
+    assert Shrinking().starts(RESNET, 6) == [0, 2, 3, 5]
+    assert Shrinking().phase(RESNET, 0, 1) == 0
+
+
+def test_rates_run_the_schedule_anew_in_every_phase():
+    method = Shrinking((2, 1, 1, 1), rates=(1.0, 0.5, 0.25, 0.125))
+    cosine = Schedule("cosine")
+    found = [method.factor(cosine, RESNET, round_, 6) for round_ in range(6)]
+    assert found == pytest.approx([1.0, 0.5, 0.5, 0.25, 0.125, 0.0625])
+    plain = Shrinking((2, 1, 1, 1))
+    assert [plain.factor(cosine, RESNET, n, 6) for n in range(6)] == [
+        cosine.factor(n, 6) for n in range(6)
+    ]
+
+
+class Teachers(Callback):
+    def __init__(self):
+        self.found, self.weights = [], []
+
+    def on_train_batch_start(self, trainer, module, *args):
+        rounds = next(c for c in trainer.callbacks if isinstance(c, SubNetworkRounds))
+        self.found.append(rounds.teacher)
+        self.weights.append({n: t.clone() for n, t in module.network.named_parameters()})
+
+
+def test_a_frozen_teacher_is_the_largest_at_the_end_of_its_phase():
+    seen, method = Teachers(), Shrinking((2, 1, 1, 1), largest="frozen")
+    fitted(one_shot(RESNET, method), data(3), Federation(local_steps=2), seen, rounds=4)
+    per_round = len(seen.found) // 4
+    assert seen.found[: 2 * per_round] == [None] * (2 * per_round)
+    for teacher in seen.found[2 * per_round :]:
+        for name, tensor in seen.weights[2 * per_round].items():
+            assert torch.equal(teacher[name], tensor)
+
+
+def test_a_frozen_teacher_needs_a_phase_of_its_own():
+    with pytest.raises(ConfigurationError, match="largest: frozen: the teacher is"):
+        one_shot(RESNET, Shrinking((0, 1, 1, 1), largest="frozen"))
+
+
+@pytest.mark.parametrize("space", ["mobilenet", "resnet"])
+def test_blocks_start_as_shortcuts_if_the_last_scale_is_zero(space):
+    net = one_shot(SPACES[space], zero_gamma=True).eval()
+    blocks = [m for m in net.modules() if hasattr(m, "residual_branches")]
+    adding = [block for block in blocks if block.residual_branches()]
+    assert adding
+    for block in adding:
+        assert not block.bn3(torch.randn(2, block.bn3.num_features, 3, 3)).any()
+
+
+def test_drop_connect_keeps_the_mean_and_spares_the_first_stages():
+    branches = residual_branches(one_shot(MOBILENET).network)
+    # of 5 blocks the first has a shortcut, and of every stage the second
+    assert [share for _, share in branches] == pytest.approx([0, 2 / 5, 4 / 5])
+    torch.manual_seed(0)
+    ones = torch.ones(20_000, 2, 1, 1)
+    dropped = _skipped(0.2, None, None, ones)
+    assert set(dropped.unique().tolist()) == {0.0, 1.25}
+    assert torch.equal(dropped[:, 0], dropped[:, 1])  # of whole examples
+    assert dropped.mean().item() == pytest.approx(1, abs=0.02)
+    assert _skipped(0.0, None, None, ones) is ones
+
+
+def test_weight_decay_spares_biases_and_norms():
+    sgd = partial(torch.optim.SGD, lr=0.5, weight_decay=0.1)
+    net = one_shot(decay_weights_only=True, optimizer=sgd)
+    fitted(net, data(1), rounds=1)
+    groups = net.trainer.optimizers[0].param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(p.ndim > 1 for p in groups[0]["params"])
+    assert all(p.ndim == 1 for p in groups[1]["params"])
+    assert sum(len(g["params"]) for g in groups) == len(list(net.network.parameters()))
 
 
 @pytest.mark.parametrize(("keep", "better"), [("best", min), ("worst", max)])
@@ -251,11 +326,13 @@ def test_a_run_that_goes_on_ends_in_the_same_bits(tmp_path, federated):
     def federation():
         return [Federation(local_steps=2)] if federated else []
 
-    whole = fitted(one_shot(method=Shrinking((1, 1, 1, 1))), data(3), *federation(), rounds=4)
+    whole = fitted(
+        one_shot(method=Shrinking((1, 1, 1, 1), largest="frozen")), data(3), *federation(), rounds=4
+    )
     trainer = toy_trainer(*federation(), max_epochs=2)
-    trainer.fit(one_shot(method=Shrinking((1, 1, 1, 1))), datamodule=data(3))
+    trainer.fit(one_shot(method=Shrinking((1, 1, 1, 1), largest="frozen")), datamodule=data(3))
     trainer.save_checkpoint(tmp_path / "two.ckpt")
-    again = one_shot(method=Shrinking((1, 1, 1, 1)))
+    again = one_shot(method=Shrinking((1, 1, 1, 1), largest="frozen"))
     trainer = toy_trainer(*federation(), max_epochs=4)
     trainer.fit(again, datamodule=data(3), ckpt_path=tmp_path / "two.ckpt")
     assert torch.equal(weights(again), weights(whole))

@@ -16,7 +16,6 @@ from fl_lightning.nas.spaces.vit import small_vit
 from fl_lightning.nas.sub_networks.attentive import Attentive, CostBins
 from fl_lightning.nas.sub_networks.capability import largest_within
 from fl_lightning.nas.sub_networks.methods import (
-    ProgressiveShrinking,
     Shrinking,
     distillation_loss,
     step_generator,
@@ -62,29 +61,31 @@ def test_distillation_is_a_mean_over_examples():
 
 @pytest.mark.parametrize("space", SPACES, ids=lambda space: space.name)
 def test_shrinking_starts_at_the_largest_and_ends_with_all_of_the_space(space):
-    phases = len(Shrinking().schedule(space, 0).rounds)
-    schedule = Shrinking((2,) * phases).schedule(space, 0)
+    phases = len(Shrinking().starts(space))
+    method = Shrinking((2,) * phases)
     generator = torch.Generator().manual_seed(0)
-    assert [schedule.sample(round_, generator) for round_ in (0, 1)] == [space.largest] * 2
-    told = [schedule.phase(round_) for round_ in range(3 * phases)]
+    first = [method.kept(space, round_) for round_ in (0, 1)]
+    assert [method.sample(space, kept, generator) for kept in first] == [space.largest] * 2
+    told = [method.phase(space, round_) for round_ in range(3 * phases)]
     assert told == [min(round_ // 2, phases - 1) for round_ in range(3 * phases)]
-    last = [schedule.sample(1000, generator) for _ in range(300)]
+    kept = method.kept(space, 1000)
+    last = [method.sample(space, kept, generator) for _ in range(300)]
     for index in range(len(space.stages[0].own) + 1):
         options = range(len(space.decisions[index].options))
         assert {architecture.choices[index] for architecture in last} == set(options)
 
 
 def test_options_join_in_the_published_order():
-    schedule = ProgressiveShrinking(MobileNet(), ("kernel", "depth", "expansion"), (1,) * 7)
-    told = [
-        dict(zip(schedule.space.kinds, schedule.kept(round_), strict=True)) for round_ in range(8)
-    ]
-    assert [tuple(kept[name] for name in schedule.order) for kept in told] == [
+    space, method = MobileNet(), Shrinking((1,) * 7, ("kernel", "depth", "expansion"))
+    rows = [method.kept(space, round_) for round_ in range(8)]
+    told = [dict(zip(space.kinds, row, strict=True)) for row in rows]
+    assert [tuple(kept[name] for name in method.order) for kept in told] == [
         *((1, 1, 1), (2, 1, 1), (3, 1, 1), (3, 2, 1), (3, 3, 1), (3, 3, 2), (3, 3, 3), (3, 3, 3)),
     ]
     generator = torch.Generator().manual_seed(0)
     for round_ in range(8):
-        for stage in MobileNet().pieces_of(schedule.sample(round_, generator))["stages"]:
+        drawn = method.sample(space, rows[round_], generator)
+        for stage in space.pieces_of(drawn)["stages"]:
             assert stage.depth == len(stage.blocks) in (2, 3, 4)[-told[round_]["depth"] :]
             for _, block in stage.blocks:
                 assert block.kernel in (3, 5, 7)[-told[round_]["kernel"] :]
@@ -102,7 +103,7 @@ def test_options_join_in_the_published_order():
 )
 def test_schedules_that_make_no_sense(order, rounds, message):
     with pytest.raises(ConfigurationError, match=message):
-        ProgressiveShrinking(MOBILENET, order, rounds)
+        Shrinking(rounds, order).check(MOBILENET)
 
 
 @settings(max_examples=30, deadline=None)

@@ -33,7 +33,7 @@ from fl_lightning.nas import (
     Softmax,
     Supernet,
 )
-from fl_lightning.nas.checks import check_precision
+from fl_lightning.nas.report import _check_precision
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.secure import SecureMean
 from fl_lightning.server import FedAdam, FedBuff, Median
@@ -301,7 +301,7 @@ def test_the_server_steps_no_alpha_of_clients_own():
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 def test_half_precision_is_refused(precision):
     with pytest.raises(ConfigurationError, match="bf16-mixed"):
-        check_precision(precision)
+        _check_precision(precision)
 
 
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported")

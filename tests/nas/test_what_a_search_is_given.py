@@ -20,8 +20,8 @@ from fl_lightning.nas import (
     Softmax,
     Supernet,
 )
-from fl_lightning.nas.checks import check_one_device, check_precision
 from fl_lightning.nas.network import retraining
+from fl_lightning.nas.report import _check_one_device, _check_precision
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
@@ -67,14 +67,14 @@ def test_images_of_another_size_are_refused():
 
 def test_a_precision_in_which_small_steps_are_none_is_refused():
     with pytest.raises(ConfigurationError, match="bf16-true, and alpha has 8 binary digits"):
-        check_precision("bf16-true")
-    check_precision("bf16-mixed")
+        _check_precision("bf16-true")
+    _check_precision("bf16-mixed")
 
 
 def test_a_central_search_in_two_processes_is_refused():
     with pytest.raises(ConfigurationError, match=r"got 2: each would move an alpha of its own"):
-        check_one_device(2)
-    check_one_device(1)
+        _check_one_device(2)
+    _check_one_device(1)
 
 
 def test_a_search_knows_its_length():

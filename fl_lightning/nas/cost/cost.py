@@ -27,17 +27,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.nas.cost.count import Cost, count
-from fl_lightning.nas.spaces.cells import Candidate, CellSpace
+from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
@@ -108,7 +109,7 @@ class CostTable:
     """Costs of the operations of a space, in networks of one shape; `cost_table` makes one.
 
     Attributes:
-        fixed: cost of everything except the choices; in a module of yours with the first candidates.
+        fixed: cost of everything except the choices.
         flops: multiply-adds of each operation, integers of shape (num_rows, num_operations).
         params: number of parameters of each operation, same shape.
         activations: number of activations of each operation, same shape.
@@ -167,73 +168,42 @@ def cost_table(
     shape_of_all = {"in_channels": in_channels, "num_classes": num_classes, **given}
     for name, value in {"side": side, **shape_of_all}.items():
         check_range(name, value, "at least 1")
-    if not space.has_shapes:
-        return _by_differences(space, side=side, **shape_of_all)
     flows: list[_Flow] = []
 
     def make_edge(row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
-        return _Watched(row, candidates, sizes, flows)
+        edge = FixedEdge(candidates[0](*sizes))
+        edge.register_forward_pre_hook(
+            lambda _, inputs: flows.append((row, candidates, sizes, inputs[0]))
+        )
+        return edge
 
     with torch.device("meta"):
         network = space.network(make_edge, **shape_of_all)
-        fixed = count(network, torch.empty(1, in_channels, side, side))
-        return CostTable(fixed, *_sums(space, flows))
+        whole = count(network, torch.empty(1, in_channels, side, side))
+        return _table(space, whole, flows)
 
 
-def _by_differences(space: CellSpace, *, side: int, **shape: Any) -> CostTable:
-    """Return the table from networks that differ in one row from the network of all first candidates."""
-    first = [0] * space.num_rows
-    fixed = built_cost(space, space.architecture(first), side=side, **shape)
-    sums = torch.zeros(len(MEASURES), space.num_rows, len(space.operations), dtype=torch.int64)
-    for row, decision in enumerate(space.decisions):
-        for option in range(1, len(decision.options)):
-            other = space.architecture([*first[:row], option, *first[row + 1 :]])
-            cost = built_cost(space, other, side=side, **shape)
-            more = [getattr(cost, name) - getattr(fixed, name) for name in MEASURES]
-            sums[:, row, option] = torch.tensor(more)
-    return CostTable(fixed, *sums)
+# row, candidates, sizes of the edge (channels in, channels out, stride), input
+_Flow = tuple[int, Sequence[Candidate], tuple[int, ...], Any]
 
 
-# row, candidates, (channels in, channels out, stride), shape of the input
-_Flow = tuple[int, Sequence[Candidate], tuple[int, ...], torch.Size]
-
-
-class _Watched(nn.Module):
-    """Edge that records the shape of the input; the output is a view, so that nothing is counted."""
-
-    def __init__(
-        self,
-        row: int,
-        candidates: Sequence[Candidate],
-        sizes: tuple[int, ...],
-        flows: list[_Flow],
-    ) -> None:
-        super().__init__()
-        self.flow = row, candidates, sizes
-        self.flows = flows
-
-    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        self.flows.append((*self.flow, x.shape))
-        _, _, (_, channels_out, stride) = self.flow
-        return x[:, :1, ::stride, ::stride].expand(-1, channels_out, -1, -1)
-
-
-def _sums(space: CellSpace, flows: Sequence[_Flow]) -> Tensor:
-    """Total cost of each operation on each row, shape (measures, rows, operations)."""
+def _table(space: CellSpace, whole: Cost, flows: Sequence[_Flow]) -> CostTable:
+    """Return the table of a network whose edges have their first candidates, from its cost and inputs."""
     sums = torch.zeros(
         len(MEASURES), space.num_rows, len(space.operations), dtype=torch.int64, device="cpu"
     )
+    rest = torch.tensor(astuple(whole), device="cpu")
     known: dict[tuple[Any, ...], Tensor] = {}
-    for row, candidates, sizes, shape in flows:
+    for row, candidates, sizes, x in flows:
         for number, candidate in enumerate(candidates):
-            if number == space.none:
-                continue  # an edge that is left out
-            key = number, sizes, shape
+            key = candidate, sizes, tuple(tensor.shape for tensor in tree_leaves(x))
             if key not in known:
-                cost = count(candidate(*sizes), torch.empty(shape))
-                known[key] = torch.tensor([getattr(cost, name) for name in MEASURES], device="cpu")
-            sums[:, row, number] += known[key]
-    return sums
+                known[key] = torch.tensor(astuple(count(candidate(*sizes), x)), device="cpu")
+            if number == 0:
+                rest -= known[key]
+            if number != space.none:  # an edge that is left out costs nothing
+                sums[:, row, number] += known[key]
+    return CostTable(Cost(*rest.tolist()), *sums)
 
 
 class Penalty(ABC):

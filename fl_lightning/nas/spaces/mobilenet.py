@@ -182,6 +182,10 @@ class InvertedResidual(nn.Module):
         inside = self.bn3(self.conv_pwl(inside))
         return x + inside if self.adds else inside
 
+    def residual_branches(self) -> list[nn.Module]:
+        """Return the last layer before the sum with the shortcut, if there is a shortcut."""
+        return [self.bn3] if self.adds else []
+
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors that number the inner channels of the block and of the squeeze."""
         reduce: Any

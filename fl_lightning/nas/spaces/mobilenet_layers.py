@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any, ClassVar, final
 
@@ -145,6 +145,7 @@ def _scaled(shapes: MobileNet, channels: int) -> MobileNet:
     return replace(shapes, widths=(channels, *widths))
 
 
+@cache  # equal candidates are one, and counted once
 def _block(kernel: int, expansion: int, squeeze: bool, swish: bool, affine: bool) -> Candidate:
     def make(channels_in: int, channels_out: int, stride: int) -> nn.Module:
         shape = Block(channels_in, channels_out, stride, squeeze, swish, kernel, expansion)
@@ -153,6 +154,7 @@ def _block(kernel: int, expansion: int, squeeze: bool, swish: bool, affine: bool
     return make
 
 
+@cache
 def _skip(affine: bool) -> Candidate:
     def make(channels_in: int, channels_out: int, stride: int) -> nn.Module:
         if stride == 1 and channels_in == channels_out:

@@ -176,6 +176,10 @@ class Bottleneck(nn.Module):
         shortcut = x if self.downsample is None else self.downsample(x)
         return self.act3(shortcut + inside)  # type: ignore[no-any-return]
 
+    def residual_branches(self) -> list[nn.Module]:
+        """Return the last layer before the sum with the shortcut."""
+        return [self.bn3]
+
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors that number the inner channels before and after the 3×3 convolution."""
         first = [(tensor, 0) for tensor in (self.conv1.weight, *norm_tensors(self.bn1))]

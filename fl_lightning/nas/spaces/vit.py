@@ -181,6 +181,10 @@ class TransformerBlock(nn.Module):
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
+    def residual_branches(self) -> list[nn.Module]:
+        """Return the modules whose outputs are added to the tokens."""
+        return [self.attn, self.mlp]
+
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors that number the heads, and those that number the inner features of the MLP."""
         attn, size = self.attn, self.attn.head_features

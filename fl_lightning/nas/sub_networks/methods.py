@@ -14,8 +14,9 @@ Draws are a pure function of (seed, round, client, step), so that a resumed run 
 Progressive shrinking adds smaller options over the rounds: first only the largest network trains, then
 kernels, depths and widths join in this order, one option at a time.
 Sources: Cai et al. 2020, ICLR (Once-for-All), sections 3 and 3.2; Yu et al. 2020, ECCV (BigNAS), section 3.1.
-Differs: both papers add losses up. The teacher of `Shrinking` is the current largest network, which keeps
-learning from labels; in the paper it is a copy from before shrinking, and the largest does not train on.
+Differs: both papers add losses up. In `Shrinking` the largest network keeps learning from labels, and
+teaches; with ``largest: frozen`` a copy from before shrinking teaches, and the largest does not train on, as
+in the paper. The paper trains 1, 2 and 4 sub-networks a step for kernel, depth and width.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import final
+from itertools import accumulate
+from typing import Literal, final
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import torch_generator
+from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import CostOf, within
@@ -51,7 +53,9 @@ class Step:
         cost: cost of an architecture, in multiply-adds.
         logits: function for the logits of a sub-network on the batch.
         labels_loss: function for the loss of logits against the labels of the batch.
-        whole: function for the logits of the largest network, with dropout if it is on.
+        whole: function for the logits of the largest network, regularised if that is on.
+        frozen: function for the logits of a sub-network in the weights at the end of the first phase of
+            `Shrinking`, for its frozen teacher.
     """
 
     limit: Architecture
@@ -63,6 +67,7 @@ class Step:
     logits: Callable[[Architecture], Tensor]
     labels_loss: Callable[[Tensor], Tensor]
     whole: Callable[[Architecture], Tensor]
+    frozen: Callable[[Architecture], Tensor]
 
     @property
     def space(self) -> SizeSpace:
@@ -85,6 +90,10 @@ class Method(ABC):
 
     def check(self, space: SizeSpace) -> None:  # noqa: B027 - most methods train any space
         """Raise ConfigurationError for a space that the method cannot train."""
+
+    def factor(self, schedule: Schedule, space: SizeSpace, round_: int, num_rounds: int) -> float:
+        """Return the factor of the learning rate in a round; by default that of the schedule."""
+        return schedule.factor(round_, num_rounds)
 
 
 @final
@@ -187,13 +196,27 @@ class Shrinking(Method):
     Attributes:
         rounds: number of rounds of each phase: the largest network alone, then one phase per option that
             joins; the last phase has no end. None for phases of equal length.
-        order: names of the sizes in the order in which they shrink; None for kernel, depth, widths.
+        order: names of the sizes in the order in which they shrink, other sizes stay largest; None for
+            kernel, depth, widths.
         num_drawn: number of drawn sub-networks per step, at least 1.
         distillation: weight λ >= 0 of the distillation from the largest network.
         sort: whether channels are sorted by importance before a narrower width joins, see
             `sort_before_round`.
-        keep_largest: whether the largest network learns from labels in every step, beside drawn networks.
-            False as published; in a short run drawn networks then overwrite the largest.
+        largest: role of the largest network after its phase. ``learns``: it learns from labels in every
+            step, beside drawn networks, and teaches them. ``frozen``: a copy from the end of its phase
+            teaches, as published; in a short run drawn networks then overwrite the largest. ``shared``: the
+            current weights teach and do not learn.
+        rates: factor of the learning rate in each phase; the schedule then runs anew in every phase, as
+            published. None for one schedule over the run.
+
+    Raises:
+        ConfigurationError: for values out of range, and in `check` for a space that they do not fit.
+
+    Example:
+        >>> from fl_lightning.nas.spaces.mobilenet import MobileNet
+        >>> method = Shrinking((10, 5, 5, 4, 4, 4, 4), ("kernel", "depth", "expansion"))
+        >>> [method.kept(MobileNet(), round_)[:3] for round_ in (0, 10, 20, 35)]  # depth, kernel, expansion
+        [[1, 1, 1], [1, 2, 1], [2, 3, 1], [3, 3, 3]]
     """
 
     rounds: tuple[int, ...] | None = None
@@ -201,118 +224,103 @@ class Shrinking(Method):
     num_drawn: int = 1
     distillation: float = 1.0
     sort: bool = True
-    keep_largest: bool = True
+    largest: Literal["learns", "frozen", "shared"] = "learns"
+    rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "order"):  # lists of a YAML file
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else tuple(value))
         check_range("num_drawn", self.num_drawn, "at least 1")
         check_range("distillation", self.distillation, "at least 0 and finite")
+        for rate in self.rates or ():
+            check_range("rates", rate, "above 0 and finite")
 
+    @override
     def check(self, space: SizeSpace) -> None:
-        """Raise ConfigurationError if `rounds` or `order` does not fit the space."""
-        self.schedule(space, num_rounds=1)
+        known, order = space.most_options, self.order_in(space)
+        if set(order) - set(known) or len(set(order)) < len(order):
+            raise ConfigurationError(
+                f"order names each size of {space.name} at most once, of "
+                f"{', '.join(known)}; got {', '.join(order)}"
+            )
+        phases = 1 + sum(known[name] - 1 for name in order)
+        given = {"rounds": self.rounds, "rates": self.rates}
+        for name, numbers in given.items():
+            if numbers is not None and (len(numbers) != phases or min(numbers) < 0):
+                raise ConfigurationError(
+                    f"{name} must have {phases} numbers from 0: of the largest alone and of each option "
+                    f"of {', '.join(order)} that joins; got {list(numbers)}"
+                )
+        if self.largest == "frozen" and self.rounds is not None and not self.rounds[0]:
+            raise ConfigurationError(
+                "largest: frozen: the teacher is the largest network after its phase, and rounds gives it "
+                "none: begin rounds with 1 or more"
+            )
 
-    def schedule(self, space: SizeSpace, num_rounds: int) -> ProgressiveShrinking:
-        """Return the options that train in each round; the published order is kernel, depth, widths."""
+    def order_in(self, space: SizeSpace) -> tuple[str, ...]:
+        """Return the sizes in the order in which they shrink."""
         published = sorted(space.most_options, key=lambda kind: _FIRST.get(kind, len(_FIRST)))
-        order = self.order or tuple(published)
-        phases = _num_phases(space, order)
-        ends = [math.ceil(phase * num_rounds / phases) for phase in range(phases + 1)]
-        equal = tuple(end - start for start, end in pairwise(ends))
-        return ProgressiveShrinking(space, order, equal if self.rounds is None else self.rounds)
+        return tuple(published) if self.order is None else self.order
 
+    def starts(self, space: SizeSpace, num_rounds: int = 0) -> list[int]:
+        """Return the first round of every phase, for a run of a number of rounds."""
+        most = space.most_options
+        phases = 1 + sum(most[name] - 1 for name in self.order_in(space))
+        if self.rounds is None:
+            return [math.ceil(phase * num_rounds / phases) for phase in range(phases)]
+        return [0, *accumulate(self.rounds[:-1])]
+
+    def phase(self, space: SizeSpace, round_: int, num_rounds: int = 0) -> int:
+        """Return the index of the phase of a round, in a run of a number of rounds."""
+        return sum(round_ >= start for start in self.starts(space, num_rounds)[1:])
+
+    def kept(self, space: SizeSpace, round_: int, num_rounds: int = 0) -> list[int]:
+        """Number of options of each decision in a round, counted from the largest."""
+        left, most = self.phase(space, round_, num_rounds), space.most_options
+        joined = dict.fromkeys(most, 0)
+        for name in self.order_in(space):
+            joined[name] = min(left, most[name] - 1)
+            left -= joined[name]
+        pairs = zip(space.kinds, space.decisions, strict=True)
+        return [min(1 + joined[kind], len(decision.options)) for kind, decision in pairs]
+
+    def sample(self, space: SizeSpace, kept: Sequence[int], generator: Generator) -> Architecture:
+        """Return a sub-network with every size drawn uniformly from the kept options."""
+        choices = []
+        for decision, number in zip(space.decisions, kept, strict=True):
+            drawn = int(torch.randint(number, (), generator=generator))
+            choices.append(len(decision.options) - number + drawn)
+        return space.architecture(choices)
+
+    @override
+    def factor(self, schedule: Schedule, space: SizeSpace, round_: int, num_rounds: int) -> float:
+        if self.rates is None:
+            return schedule.factor(round_, num_rounds)
+        phase = self.phase(space, round_, num_rounds)
+        start, end = [*self.starts(space, num_rounds), num_rounds][phase : phase + 2]
+        return self.rates[phase] * schedule.factor(round_ - start, max(1, end - start))
+
+    @override
     def loss(self, step: Step) -> Tensor:
         """Return the mean loss of the step's networks; in the first phase of the largest network alone."""
-        schedule = self.schedule(step.space, step.num_rounds)
-        if schedule.phase(step.round_) == 0:
+        when = step.space, step.round_, step.num_rounds
+        if self.phase(*when) == 0:
             return step.labels_loss(step.whole(step.limit))
         losses = []
-        largest = None
-        if self.keep_largest:
-            largest = step.whole(step.limit)
-            losses.append(step.labels_loss(largest))
+        teacher = None
+        if self.largest == "learns":
+            teacher = step.whole(step.limit)
+            losses.append(step.labels_loss(teacher))
         elif self.distillation:
             with torch.no_grad():
-                largest = step.logits(step.limit)
+                run = step.frozen if self.largest == "frozen" else step.logits
+                teacher = run(step.limit)
+        kept = self.kept(*when)
         for _ in range(self.num_drawn):
-            drawn = within(schedule.sample(step.round_, step.generator), step.limit)
-            logits = step.logits(drawn)
+            logits = step.logits(within(self.sample(step.space, kept, step.generator), step.limit))
             loss = step.labels_loss(logits)
-            if self.distillation and largest is not None:
-                loss = loss + self.distillation * distillation_loss(logits, largest)
+            if self.distillation and teacher is not None:
+                loss = loss + self.distillation * distillation_loss(logits, teacher)
             losses.append(loss)
         return _mean(losses)
 
 
 _FIRST = {"kernel": 0, "depth": 1}
-
-
-@dataclass(frozen=True)
-class ProgressiveShrinking:
-    """Schedule of progressive shrinking: the options of every size in each round.
-
-    Attributes:
-        space: space of sizes.
-        order: names of the sizes in the order in which they shrink; other sizes stay largest.
-        rounds: number of rounds of each phase: the largest network alone, then one phase per option
-            that joins. The last phase has no end.
-
-    Raises:
-        ConfigurationError: for an unknown or repeated size in `order`, or a wrong number of phases.
-
-    Example:
-        >>> from fl_lightning.nas.spaces.mobilenet import MobileNet
-        >>> schedule = ProgressiveShrinking(
-        ...     MobileNet(), ("kernel", "depth", "expansion"), rounds=(10, 5, 5, 4, 4, 4, 4)
-        ... )
-        >>> [schedule.kept(round_)[:3] for round_ in (0, 10, 15, 20, 35)]  # depth, kernel, expansion
-        [[1, 1, 1], [1, 2, 1], [1, 3, 1], [2, 3, 1], [3, 3, 3]]
-    """
-
-    space: SizeSpace
-    order: tuple[str, ...]
-    rounds: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        known = self.space.most_options
-        if set(self.order) - set(known) or len(set(self.order)) < len(self.order):
-            raise ConfigurationError(
-                f"order names each size of {self.space.name} at most once, of "
-                f"{', '.join(known)}; got {', '.join(self.order)}"
-            )
-        phases = _num_phases(self.space, self.order)
-        if len(self.rounds) != phases or min(self.rounds) < 0:
-            raise ConfigurationError(
-                f"rounds must have {phases} numbers from 0: of the largest alone and of each option "
-                f"of {', '.join(self.order)} that joins; got {list(self.rounds)}"
-            )
-
-    def phase(self, round_: int) -> int:
-        """Return the index of the phase of a round."""
-        ends = list(accumulate(self.rounds))[:-1]
-        return sum(round_ >= end for end in ends)
-
-    def sample(self, round_: int, generator: torch.Generator) -> Architecture:
-        """Return a sub-network with every size drawn uniformly from the options of a round."""
-        choices = []
-        for decision, number in zip(self.space.decisions, self.kept(round_), strict=True):
-            drawn = int(torch.randint(number, (), generator=generator))
-            choices.append(len(decision.options) - number + drawn)
-        return self.space.architecture(choices)
-
-    def kept(self, round_: int) -> list[int]:
-        """Number of options of each decision in a round, counted from the largest."""
-        left, most = self.phase(round_), self.space.most_options
-        joined = dict.fromkeys(most, 0)
-        for name in self.order:
-            joined[name] = min(left, most[name] - 1)
-            left -= joined[name]
-        pairs = zip(self.space.kinds, self.space.decisions, strict=True)
-        return [min(1 + joined[kind], len(decision.options)) for kind, decision in pairs]
-
-
-def _num_phases(space: SizeSpace, order: Sequence[str]) -> int:
-    """Number of phases: one for the largest network alone, one per option that joins."""
-    return 1 + sum(space.most_options.get(name, 1) - 1 for name in order)

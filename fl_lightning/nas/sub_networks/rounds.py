@@ -3,10 +3,11 @@
 Training: in a federation the callback tells the module which client trains. With a capability each client
 has a mask of the coordinates that fit the client's budget; only these are sent, and a coordinate is averaged
 over the clients that hold it.
-Between rounds: `Shrinking` sorts channels before a narrower width joins, so that narrow networks start with
-the most important channels. The outputs of the largest network, and of widths that already train, do not
-change. The optimizer (of the server, or of a central run) then starts without state, because its state is by
-channel. Clients must have no state by coordinates.
+Between rounds: a frozen teacher of `Shrinking` is copied when the first phase ends. Channels are sorted
+before a narrower width joins, so that narrow networks start with the most important channels. The outputs of
+the largest network, and of widths that already train, do not change. The optimizer (of the server, or of a
+central run) then starts without state, because its state is by channel. Clients must have no state by
+coordinates.
 Evaluation: statistics of the largest, the smallest and a middle network are recalibrated before every
 validation and test, and at the end of rounds without validation. The module keeps those of the largest.
 Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
@@ -81,6 +82,8 @@ class SubNetworkRounds(Callback):
 
     Attributes:
         unprotected: description of the values of clients that ε does not cover; None if there are none.
+        teacher: weights of the network when the first phase of `Shrinking` ended, by name, for a frozen
+            teacher; None before.
     """
 
     def __init__(self) -> None:
@@ -90,6 +93,7 @@ class SubNetworkRounds(Callback):
         self._current: CurrentClient | None = None
         self._limits: list[Architecture] | None = None
         self._masks: dict[Architecture, Mapping[str, Tensor]] = {}
+        self.teacher: dict[str, Tensor] | None = None
 
     @property
     def client(self) -> ClientAtWork | None:
@@ -143,8 +147,26 @@ class SubNetworkRounds(Callback):
         return self._masks[limit]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sort the channels if a narrower width joins in this round."""
+        """Copy the teacher if the first phase has ended; sort the channels if a narrower width joins."""
+        module: Any = pl_module
+        method, num_rounds = module.method, max(0, trainer.max_epochs or 0)
+        if isinstance(method, Shrinking) and method.largest == "frozen":
+            if self.teacher is None and method.phase(
+                module.space, trainer.current_epoch, num_rounds
+            ):
+                live = module.network.named_parameters()
+                self.teacher = {name: param.detach().clone() for name, param in live}
+            if self.teacher is not None:  # a restored one may be on another device
+                self.teacher = {name: t.to(module.device) for name, t in self.teacher.items()}
         sort_before_round(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights of the frozen teacher."""
+        return {"teacher": self.teacher}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the weights of the frozen teacher."""
+        self.teacher = state_dict["teacher"]
 
     # Evaluation.
 
@@ -196,8 +218,8 @@ def sort_before_round(trainer: Trainer, module: Any) -> None:
     method, round_, space = module.method, trainer.current_epoch, module.space
     if not (isinstance(method, Shrinking) and method.sort) or round_ == 0:
         return
-    schedule = method.schedule(space, max(0, trainer.max_epochs or 0))
-    before, now = schedule.kept(round_ - 1), schedule.kept(round_)
+    num_rounds = max(0, trainer.max_epochs or 0)
+    before, now = (method.kept(space, number, num_rounds) for number in (round_ - 1, round_))
     rows = zip(space.kinds, before, now, strict=True)
     if not any(kind not in _NO_WIDTH and more > less for kind, less, more in rows):
         return

@@ -1,0 +1,258 @@
+"""`CellMixture`: a network of all architectures of a space of cells, with architecture parameters α.
+
+A rule of relaxation weighs the operations of every edge by α (`mixed`); an architecture runs one operation
+per edge in the same weights (`fixed`). Training is in `Supernet`, which inherits from this class.
+
+Batch norm uses the statistics of the batch during the search, because running statistics would mix
+architectures. An evaluation uses statistics of training examples, or those of its own batch if updates are
+protected, because clients then send no sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import torch_generator
+from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward, Tensors
+from fl_lightning.nas.cost.cost import CostTable, Penalty, cost_table
+from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
+from fl_lightning.nas.relaxation import (
+    EdgeWeights,
+    PartialChannels,
+    Relaxation,
+    SearchStep,
+    SinglePath,
+    gumbel_noise,
+    weights_of,
+)
+from fl_lightning.nas.sampled_paths import BinaryGates
+from fl_lightning.nas.shared_weights import Batch, SharedWeights
+from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.sub_networks.evaluation import batch_norms, training_accuracies
+from fl_lightning.reports.progress import federation_of
+from fl_lightning.server.server import as_aggregator
+
+
+class CellMixture(SharedWeights):
+    """LightningModule of all architectures of a space of cells; a subclass trains it.
+
+    Args:
+        space: space of the architectures.
+        rule: rule of relaxation.
+        measure: name of a cost, or path of a latency file, see `expected_measure`.
+        alpha_held: whether networks run at α = 0, whatever α is.
+        options: arguments of `SharedWeights`.
+
+    Attributes:
+        alpha: logits of the operations, shape (num_rows, num_operations).
+        beta: logits of the edges, shape (num_rows,), for PC-DARTS; None for other rules.
+        chosen: architecture that was chosen by other means than α; None if α selects it.
+    """
+
+    def __init__(
+        self, space: CellSpace, rule: Relaxation, measure: str, alpha_held: bool, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.space, self.rule, self.alpha_held = space, rule, alpha_held
+        self.measure = expected_measure(measure, space, self.image_size, self.shape)
+        self.network = space.network(rule.edge, affine=False, **self.shape)
+        for _, norm in batch_norms(self.network):
+            norm.track_running_stats = False
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+        start = torch.randn(
+            space.num_rows, len(space.operations), generator=torch_generator(self.seed, "alpha")
+        )
+        self.alpha = nn.Parameter(1e-3 * start)
+        self.beta = nn.Parameter(torch.zeros(space.num_rows)) if rule.has_beta else None
+        self.chosen: Architecture | None = None
+        self._measured: dict[str, Tensor] = {}  # α and β of the networks with statistics
+
+    @property
+    def alphas(self) -> dict[str, Tensor]:
+        """Architecture parameters by name: α, and β if the rule has it."""
+        both = {"alpha": self.alpha, "beta": self.beta}
+        return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+    @property
+    def point(self) -> dict[str, Tensor]:
+        """Values of α and β at which networks run: the current values, or zeros if α is held."""
+        values = {name: tensor.detach() for name, tensor in self.alphas.items()}
+        if self.alpha_held:
+            return {name: torch.zeros_like(value) for name, value in values.items()}
+        return values
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture that α selects now; or `chosen` if there is one."""
+        if self.chosen is not None:
+            return self.chosen
+        beta = None if self.beta is None else self.beta.detach()
+        return self.space.derive(self.alpha.detach(), beta)
+
+    @property
+    def shares(self) -> Tensor:
+        """Probabilities of the operations under the current α, shape (num_rows, num_operations)."""
+        return self.space.masked(self.alpha.detach()).softmax(1)
+
+    @cached_property
+    def costs(self) -> CostTable:
+        """Cost of each operation on each edge of a network of this shape."""
+        return cost_table(self.space, side=self.image_size, **self.shape)
+
+    @property
+    def shown(self) -> dict[str, EdgeWeights]:
+        """Networks that an evaluation runs: the current cell, and the mixture if the rule does not draw."""
+        mixed = {} if self.rule.draws else {"mixed": self.mixed(self.point, SearchStep())}
+        return {**mixed, "cell": self.fixed(self.architecture)}
+
+    def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
+        """Return logits (B, num_classes) of an architecture in the shared weights; of the current if None."""
+        logits: Tensor = self.network(
+            images, self.fixed(self.architecture if architecture is None else architecture)
+        )
+        return logits
+
+    def fixed(self, architecture: Architecture) -> EdgeWeights:
+        """Return edge weights that run one architecture."""
+        return self.one_each(self.space.operations_of(architecture))
+
+    def one_each(self, operations: Sequence[int]) -> EdgeWeights:
+        """Return edge weights that run one given operation on each row."""
+        edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
+        return replace(weights_of(operations, self.alpha), edges=edges)
+
+    def mixed_logits(self, images: Tensor, alphas: Tensors) -> Tensor:
+        """Return logits (B, num_classes) of the mixture of all architectures; for rules that do not draw.
+
+        Args:
+            images: (B, in_channels, height, width).
+            alphas: architecture parameters by name; gradients flow.
+        """
+        logits: Tensor = self.network(images, self.mixed(alphas, SearchStep()))
+        return logits
+
+    def mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
+        """Return the edge weights of the rule for given architecture parameters."""
+        weights = self.rule.weights(self.space.masked(alphas["alpha"]), step)
+        beta = alphas.get("beta")
+        return weights if beta is None else replace(weights, edges=self.space.edge_shares(beta))
+
+    def expected_cost(self, alphas: Tensors) -> Tensor:
+        """Expected cost of an architecture drawn by softmax(α), a scalar."""
+        shares = self.space.masked(alphas["alpha"]).softmax(1)
+        if isinstance(self.measure, LatencyTable):
+            return self.measure.expected(shares)
+        return self.costs.expected(shares, self.measure)
+
+    def choose_best(self, count: int) -> float | None:
+        """Draw architectures by α and keep the most accurate as `chosen`; all processes call this.
+
+        Args:
+            count: number of draws; with 1 there is no choice.
+
+        Returns:
+            Accuracy of the kept architecture on training examples, or None without a choice, e.g. because
+            updates are protected.
+        """
+        if count == 1 or self.is_protected:
+            return None
+        generator, alpha = torch_generator(self.seed, "best of"), self.alpha.detach()
+        draws = (alpha + gumbel_noise(alpha, generator) for _ in range(count))
+        drawn = list(dict.fromkeys(self.space.derive(logits) for logits in draws))
+        found = training_accuracies(
+            self.trainer,
+            self.network,
+            [self.fixed(one) for one in drawn],
+            max_examples=self.recalibration_examples,
+            seed=self.seed,
+        )
+        if found is None:
+            return None
+        accuracy, number = max((value, -n) for n, value in enumerate(found))
+        self.chosen = drawn[-number]
+        return accuracy
+
+    # Evaluation.
+
+    @property
+    def is_protected(self) -> bool:
+        """True if updates are private or summed in secret, so that clients send no statistics."""
+        federation = federation_of(self.trainer)
+        return federation is not None and protector(federation) is not None
+
+    def recalibrate(self) -> None:
+        """Recompute the batch norm statistics of the `shown` networks, unless updates are protected."""
+        self._measured = {name: tensor.detach().clone() for name, tensor in self.alphas.items()}
+        self._sums = {}
+        if not self.is_protected:
+            super().recalibrate()
+
+    def normalised(self, name: str) -> AbstractContextManager[None]:
+        """Context in which batch norms use the statistics of a `shown` network, or the batch's if α differs.
+
+        Personal α select another network than the one whose statistics are known.
+        """
+        known, now = self._measured, self.alphas
+        is_measured = known.keys() == now.keys() and all(
+            torch.equal(known[key], tensor.detach()) for key, tensor in now.items()
+        )
+        return super().normalised(name) if is_measured else nullcontext()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return class probabilities (B, num_classes) of the current architecture."""
+        with self.normalised("cell"):
+            logits: Tensor = self(batch[0])
+        return logits.softmax(dim=1)
+
+
+def protector(federation: Any) -> Any:
+    """Return the part that protects single updates (privacy, secure aggregation), or None."""
+    given = federation.aggregator
+    if federation.privacy is not None or given is None:
+        return federation.privacy
+    return given if as_aggregator(given).protection is not None else None
+
+
+def check_rule(
+    rule: Relaxation,
+    space: CellSpace,
+    learn: AlphaGradient,
+    penalty: Penalty | None,
+    alpha_draws: int,
+    table: str | None,
+) -> None:
+    """Raise ConfigurationError if a space or a rule does not go together with another part of a search."""
+    if table is not None and not isinstance(space, NASBench201):
+        raise ConfigurationError(
+            f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
+        )
+    if isinstance(rule, PartialChannels) and not space.has_shapes:
+        raise ConfigurationError(
+            f"model.rule PartialChannels makes layers of fewer channels, and those of {space.name} are made "
+            "by functions of yours: use Softmax, HardGumbel or another rule"
+        )
+    if isinstance(rule, SinglePath) and not isinstance(learn, Reward):
+        raise ConfigurationError(
+            "model.rule SinglePath gives alpha no gradient, so that it would keep its random start: set "
+            "model.learn to fl_lightning.nas.Reward, or use BinaryGates or HardGumbel"
+        )
+    if isinstance(learn, Reward) and penalty is not None:
+        raise ConfigurationError(
+            f"model.penalty {type(penalty).__name__} adds to a loss, and model.learn Reward learns from accuracy "
+            "alone: leave one of them out"
+        )
+    if alpha_draws > 1 and (not rule.draws or isinstance(rule, BinaryGates)):
+        why = "shifts the pair of each draw" if rule.draws else "draws nothing: all would be equal"
+        raise ConfigurationError(
+            f"alpha_draws is {alpha_draws}, and {type(rule).__name__} {why}: leave it at 1"
+        )
