@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import torch_generator
+from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward, Tensors
 from fl_lightning.nas.cost.cost import CostTable, Penalty, cost_table
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
+    MixedEdge,
     PartialChannels,
     Relaxation,
     SearchStep,
@@ -34,6 +35,7 @@ from fl_lightning.nas.relaxation import (
     weights_of,
 )
 from fl_lightning.nas.sampled_paths import BinaryGates
+from fl_lightning.nas.search.proxies import PROXIES, noise_batch
 from fl_lightning.nas.shared_weights import Batch, SharedWeights
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
@@ -41,6 +43,65 @@ from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.evaluation import batch_norms, training_accuracies
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.server.server import as_aggregator
+
+_NOISE = 32  # images of noise for a zero-cost start
+
+
+@final
+@dataclass(frozen=True)
+class ZeroCostStart:
+    """Start of α before any training: how much a proxy of the mixture falls without an operation.
+
+        s[r, o] = -S(mixture of equal weights without operation o on row r)
+        α₀[r] = scale · (s[r] - mean s[r]) / std s[r]
+
+    S sees noise and fresh weights, a function of the seed, so that clients send nothing for it.
+    Source: Xiang et al. 2023, AAAI, Zero-Cost Operation Scoring, whose scores these are. Differs: they start
+    α; the paper picks operations by them, edge by edge, and searches no further.
+
+    Attributes:
+        proxy: name of the proxy, one of `PROXIES`.
+        scale: standard deviation of α over the operations of a row, above 0.
+
+    Raises:
+        ConfigurationError: for an unknown proxy, or a value out of range.
+    """
+
+    proxy: str = "synflow"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.proxy not in PROXIES:
+            raise ConfigurationError(
+                f"alpha_start: proxy must be one of {', '.join(PROXIES)}, got {self.proxy!r}"
+            )
+        check_range("alpha_start: scale", self.scale, "above 0 and finite")
+
+    def alpha(self, network: nn.Module, space: CellSpace, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the start of α, shape (num_rows, num_operations), from a mixture with fresh weights.
+
+        It is 0 for operations that a row lacks, and for rows whose operations are all worth the same.
+
+        Raises:
+            ConfigurationError: if a score is not finite.
+        """
+        equal = space.masked(torch.zeros(space.num_rows, len(space.operations))).softmax(1)
+        edges = [module for module in network.modules() if isinstance(module, MixedEdge)]
+        scores = torch.full_like(equal, torch.nan, dtype=torch.float64)
+        for row, operation in (equal > 0).nonzero().tolist():
+            without = equal.clone()
+            without[row, operation] = 0
+            for edge in edges:
+                edge.weights = EdgeWeights(without)
+            scores[row, operation] = -PROXIES[self.proxy](network, images, labels)
+        if not scores[equal > 0].isfinite().all():
+            raise ConfigurationError(
+                f"alpha_start: {self.proxy} of the mixture is not finite: choose another proxy"
+            )
+        centred = scores - scores.nanmean(1, keepdim=True)
+        spread = centred.square().nanmean(1, keepdim=True).sqrt()
+        is_equal = spread <= 1e-12 * scores.abs().nan_to_num().amax(1, keepdim=True)
+        return (self.scale * centred / spread).masked_fill(is_equal, 0).nan_to_num(0.0).float()
 
 
 class CellMixture(SharedWeights):
@@ -51,16 +112,27 @@ class CellMixture(SharedWeights):
         rule: rule of relaxation.
         measure: name of a cost, or path of a latency file, see `expected_measure`.
         alpha_held: whether networks run at α = 0, whatever α is.
+        alpha_start: zero-cost start of α; random numbers of standard deviation 0.001 if None.
         options: arguments of `SharedWeights`.
 
     Attributes:
         alpha: logits of the operations, shape (num_rows, num_operations).
         beta: logits of the edges, shape (num_rows,), for PC-DARTS; None for other rules.
         chosen: architecture that was chosen by other means than α; None if α selects it.
+        started_from: architecture of the zero-cost start; None for a random start.
+
+    Raises:
+        ConfigurationError: for an α with a start that is held at 0.
     """
 
     def __init__(
-        self, space: CellSpace, rule: Relaxation, measure: str, alpha_held: bool, **options: Any
+        self,
+        space: CellSpace,
+        rule: Relaxation,
+        measure: str,
+        alpha_held: bool,
+        alpha_start: ZeroCostStart | None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.space, self.rule, self.alpha_held = space, rule, alpha_held
@@ -69,13 +141,30 @@ class CellMixture(SharedWeights):
         for _, norm in batch_norms(self.network):
             norm.track_running_stats = False
             norm.running_mean = norm.running_var = norm.num_batches_tracked = None
-        start = torch.randn(
+        start = 1e-3 * torch.randn(
             space.num_rows, len(space.operations), generator=torch_generator(self.seed, "alpha")
         )
-        self.alpha = nn.Parameter(1e-3 * start)
+        self.started_from: Architecture | None = None
+        if alpha_start is not None:
+            start = start + self._zero_cost(alpha_start)
+            self.started_from = space.derive(start)
+        self.alpha = nn.Parameter(start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if rule.has_beta else None
         self.chosen: Architecture | None = None
         self._measured: dict[str, Tensor] = {}  # α and β of the networks with statistics
+
+    def _zero_cost(self, start: ZeroCostStart) -> Tensor:
+        if self.alpha_held:
+            raise ConfigurationError(
+                "model.alpha_start sets alpha, and model.alpha_held keeps networks at alpha 0, where only "
+                "gradients decide: leave one of them out"
+            )
+        with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw from the global one
+            torch.manual_seed(derive_seed(self.seed, "proxy weights"))
+            fresh = self.space.network(self.rule.edge, affine=False, **self.shape)
+        sizes = {name: self.shape[name] for name in ("in_channels", "num_classes")}
+        batch = noise_batch(_NOISE, side=self.image_size, seed=self.seed, **sizes)
+        return start.alpha(fresh, self.space, *batch)
 
     @property
     def alphas(self) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import Capability, CostOf
 from fl_lightning.nas.sub_networks.evaluation import apply_sums, batch_norms, has_statistics
 from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step, step_generator
-from fl_lightning.nas.sub_networks.rounds import ClientAtWork, SubNetworkRounds
+from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
 
 _TRAITS = Traits(
     needs={
@@ -131,15 +131,15 @@ class OneShot(SharedWeights):
         for _, norm in batch_norms(self.network):
             norm.momentum = 0.0  # running statistics do not change in training
         self._branches = residual_branches(self.network)
-        if zero_gamma:
-            for branch, _ in self._branches:
-                if isinstance(branch, nn.BatchNorm2d):
-                    nn.init.zeros_(branch.weight)
-        if (zero_gamma or drop_connect) and not self._branches:
-            raise ConfigurationError(
-                f"model.{'zero_gamma' if zero_gamma else 'drop_connect'}: no block of {space.name} names its "
-                "residual branches: give it a method residual_branches(), or leave the option out"
-            )
+        norms = [branch for branch, _ in self._branches if isinstance(branch, nn.BatchNorm2d)]
+        for option, found in {"zero_gamma": norms, "drop_connect": self._branches}.items():
+            if {"zero_gamma": zero_gamma, "drop_connect": drop_connect}[option] and not found:
+                raise ConfigurationError(
+                    f"model.{option}: no block of {space.name} names residual branches that it applies to, by a "
+                    "method residual_branches(): leave it out"
+                )
+        for norm in norms if zero_gamma else ():
+            nn.init.zeros_(norm.weight)
         self.costs = CostOf("flops", image_size, in_channels, num_classes)
         self.capability = capability
         self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
@@ -168,7 +168,7 @@ class OneShot(SharedWeights):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of the method; logs the accuracy of the first sub-network that learns."""
         images, labels = self.checked(batch)
-        current = self._rounds.client
+        client = self._rounds.client
         accuracies: list[Tensor] = []
 
         def labels_loss(logits: Tensor) -> Tensor:
@@ -187,10 +187,10 @@ class OneShot(SharedWeights):
             return logits
 
         step = Step(
-            limit=self.space.largest if current is None else current.limit,
+            limit=self._rounds.limit_of(client),
             round_=self.current_epoch,
             num_rounds=max(0, self.trainer.max_epochs or 0),
-            generator=self._generator(current, int(batch_idx)),
+            generator=self._generator(client, int(batch_idx)),
             seed=self.seed,
             cost=self.costs,
             logits=lambda architecture: self(images, architecture),
@@ -210,9 +210,9 @@ class OneShot(SharedWeights):
         return next(c for c in callbacks if isinstance(c, SubNetworkRounds))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _generator(self, current: ClientAtWork | None, step: int) -> torch.Generator:
+    def _generator(self, client: int | None, step: int) -> torch.Generator:
         """Return the generator of a step: own draws per client, or equal draws for all clients."""
-        client = None if current is None or self._same_draws else current.client
+        client = None if self._same_draws else client
         return step_generator(self.seed, round_=self.current_epoch, client=client, step=step)
 
     @contextmanager

@@ -12,6 +12,8 @@ Written at the end, in the folder of the run:
     sections/search.html    the section of report.html: architecture, probabilities and cost over rounds,
                             if a round was complete
 
+A run of several rounds is refused if α cannot decide in it: an optimizer of Adam's kind moves a number by
+about its rate per step (Kingma, Ba 2015, section 2.1), and even if all steps agree the entropy stays too high.
 The last line of a search says if α has not decided: the entropy is above 98 % of the largest possible, or,
 if α is held, the mean gradient is below 2 of its standard errors (judged from 10 steps of α on).
 In a federation the callback adds the stage by which the server steps α, see `ServerSearchStep`.
@@ -100,11 +102,16 @@ class SearchReport(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise ConfigurationError if an epoch of a central search is too short for a step of α."""
+        """Raise ConfigurationError if α cannot move: for want of steps in an epoch, or of steps in all."""
         module: Any = pl_module
+        per_round = 1.0
         if not module.is_federated:
             steps = trainer.num_training_batches
             _check_turns(module.alpha_every, steps, "the number of batches in an epoch")
+            per_round = steps // module.alpha_every
+        if module.is_stepped_by_server or not module.is_federated:
+            rounds = range(trainer.max_epochs or 0)
+            _check_reach(module, int(per_round * sum(map(module.moves_alpha, rounds))), len(rounds))
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recompute the batch norm statistics before an evaluation or predictions."""
@@ -172,7 +179,8 @@ class SearchReport(Callback):
         elif not module.alpha_held and entropy > _UNDECIDED_ENTROPY * largest:
             why = f"its entropy is {entropy:.3f} of at most {largest:.3f} nats"
         if not why:
-            return f"architecture: {found}"
+            is_start = found == module.started_from
+            return f"architecture: {found}{', that of its zero-cost start' if is_start else ''}"
         return (
             f"alpha has not decided: {why}. Its largest numbers say {found}, little better than a draw. "
             "Search longer, with a higher rate of alpha, or let the weights learn first (model.alpha_from)"
@@ -324,4 +332,39 @@ def _check_beside_updates(federation: Any, sends: str) -> None:
         raise ConfigurationError(
             f"{sends} is sent in buffers beside the update, and {type(hides).__name__} protects "
             "updates alone: use architecture_state: server, and learn: Gradient"
+        )
+
+
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
+
+
+def _check_reach(module: Any, num_steps: int, num_rounds: int) -> None:
+    """Raise ConfigurationError if α cannot decide in a number of steps, all in one direction.
+
+    Runs of a single round, which try a configuration, are not checked; nor are those in which α is held or
+    has a zero-cost start.
+    """
+    optimizer = module.new_architecture_optimizer(list(module.alphas.values()))
+    is_started = module.alpha_held or module.started_from is not None
+    if (
+        num_rounds < 2
+        or num_steps < _LEAST_STEPS
+        or is_started
+        or not isinstance(optimizer, _ADAMS)
+    ):
+        return
+
+    def entropy(reach: float) -> float:
+        best = torch.full_like(module.alpha.detach(), -reach)
+        best[:, 0] = reach
+        return float(_entropy(module.space.masked(best).softmax(1)))
+
+    rate, least, largest = optimizer.defaults["lr"], 0.01, entropy(0)
+    while entropy(least) > _UNDECIDED_ENTROPY * largest:
+        least += 0.01
+    if num_steps * rate < least:
+        raise ConfigurationError(
+            f"alpha cannot decide in this search: it takes {num_steps} steps of about {rate:g}, "
+            f"{num_steps * rate:.2g} in all, and needs {least:.2g}. Set the lr of model.architecture_optimizer to "
+            f"{least / num_steps:.2g} at least, or search longer"
         )

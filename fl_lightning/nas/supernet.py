@@ -54,7 +54,7 @@ from fl_lightning.nas.alpha_optimizer import (
     recall,
 )
 from fl_lightning.nas.cost.cost import Penalty
-from fl_lightning.nas.mixture import CellMixture, check_rule
+from fl_lightning.nas.mixture import CellMixture, ZeroCostStart, check_rule
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
     Relaxation,
@@ -112,6 +112,7 @@ class Supernet(CellMixture):
             ``federation.personal``. ``none``: clients step α with a fresh optimizer in every round, as in
             FedNAS.
         schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
+        alpha_start: zero-cost start of α; random numbers near 0 if None.
         alpha_from: progress in [0, 1] from which α moves, see `progress`; that of the rule if None.
         alpha_every: number n >= 1: α moves in every n-th step of a round (epoch); 5 in ProxylessNAS.
         alpha_draws: number of draws per step of α whose gradients are averaged, at least 1, for rules that
@@ -159,6 +160,7 @@ class Supernet(CellMixture):
         architecture_optimizer: OptimizerCallable | None = None,
         architecture_state: Place = "server",
         schedule: Schedule | None = None,
+        alpha_start: ZeroCostStart | None = None,
         alpha_from: float | None = None,
         alpha_every: int = 1,
         alpha_draws: int = 1,
@@ -177,6 +179,7 @@ class Supernet(CellMixture):
             rule,
             measure,
             alpha_held,
+            alpha_start,
             shape={
                 "num_classes": num_classes,
                 "in_channels": in_channels,

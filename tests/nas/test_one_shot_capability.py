@@ -98,16 +98,16 @@ def test_a_client_keeps_to_its_own_limit():
 
     class Noting(type(module)):
         def forward(self, x, architecture=None):
-            current = self._client
-            if current is not None and self.training:
-                run.append((current, architecture))
+            client = self._rounds.client
+            if client is not None and self.training:
+                run.append((client, self._rounds.limit_of(client), architecture))
             return super().forward(x, architecture)
 
     module.__class__ = Noting
     fitted(module, data(4), Federation(local_steps=2), rounds=1)
-    assert {current.client for current, _ in run} == {0, 1, 2, 3}
-    assert len({current.limit for current, _ in run}) == 2
-    assert all(within(network, current.limit) == network for current, network in run)
+    assert {client for client, *_ in run} == {0, 1, 2, 3}
+    assert len({limit for _, limit, _ in run}) == 2
+    assert all(within(network, limit) == network for _, limit, network in run)
 
 
 def test_a_run_with_capabilities_goes_on_in_the_same_bits(tmp_path):

@@ -34,14 +34,20 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("space", "method"),
-    [("mobilenet", "ofa"), ("resnet", "bignas"), ("vit", "attentive_nas"), ("mobilenet", None)],
+    ("space", "methods"),
+    [
+        ("mobilenet", ["ofa"]),
+        ("mobilenet", ["ofa", "ofa_published"]),
+        ("resnet", ["bignas"]),
+        ("vit", ["attentive_nas"]),
+        ("mobilenet", []),
+    ],
 )
-def test_a_method_runs_over_a_space(folder, space, method):
+def test_a_method_runs_over_a_space(folder, space, methods):
     names = [f"class {i}" for i in range(10)]
     write_folder(folder / "images", "train", names, 12, size=(32, 32))
     write_folder(folder / "images", "test", names, 2, size=(32, 32))
-    files = [f"space/{space}.yaml", *([f"{method}.yaml"] if method else [])]
+    files = [f"space/{space}.yaml", *(f"{method}.yaml" for method in methods)]
     layers = [word for file in files for word in ("--config", str(CONFIGS / file))]
     run(
         folder,

@@ -20,7 +20,7 @@ from fl_lightning.nas.pictures import (
     save,
 )
 from fl_lightning.nas.search.findings import Findings
-from fl_lightning.nas.search.problem import Constraint, Evaluated, SearchResult
+from fl_lightning.nas.search.problem import Constraint, Problem, SearchResult
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
 from fl_lightning.nas.spaces.space import Decision, SearchSpace
@@ -121,12 +121,14 @@ def test_a_front_is_drawn_with_its_bound_and_the_names_of_all_networks():
     """The useless network, of score -∞, is left out; the bound on another cost as well."""
     cells = sampled(BENCH, 4)
     values = [(3, 0.9), (1, 0.5), (2, 0.4), (1, -math.inf)]
-    found = [Evaluated(c, score, {"flops": x}) for c, (x, score) in zip(cells, values, strict=True)]
+    known = dict(zip(cells, values, strict=True))
+    costs = lambda cell: {"flops": known[cell][0]}
+    result = SearchResult(Problem(BENCH, lambda cell: known[cell][1], costs), budget=4)
+    for cell in cells:
+        result.of(cell)
     constraints = [Constraint("flops", 3.5), Constraint("params", 7.0)]
     panel = Figure().subplots()
-    tooltips = Findings(SearchResult(tuple(found)), "flops", "synflow", constraints).draw_front(
-        panel
-    )
+    tooltips = Findings(result, "flops", "synflow", constraints).draw_front(panel)
     assert panel.collections[0].get_offsets().tolist() == [[3, 0.9], [1, 0.5], [2, 0.4]]
     assert panel.lines[0].get_xydata().tolist() == [[1, 0.5], [3, 0.9]]
     assert [line.get_xdata() for line in panel.lines[1:]] == [[3.5, 3.5]]

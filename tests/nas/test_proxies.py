@@ -13,16 +13,21 @@ from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
+from fl_lightning.nas import LayerChoice, LayerSpace, Supernet, ZeroCostStart
 from fl_lightning.nas.search.proxies import (
     PROXIES,
     MeanRank,
     ProxyScore,
+    epe,
+    fisher,
     folder_batch,
     grad_norm,
+    grasp,
     jacov,
     l2_norm,
     naswot,
     noise_batch,
+    plain,
     snip,
     synflow,
 )
@@ -66,6 +71,106 @@ def test_norms_of_layers():
     value = grad_norm(flat, torch.tensor([[3.0, 4.0]]), torch.tensor([0]))
     assert value == pytest.approx((2 * (0.5 * 5) ** 2) ** 0.5)
     assert flat.weight.grad is None
+
+
+P = 1 / (1 + math.e)  # probability of the second class for the logits 1 and 0
+
+
+def test_plain_and_fisher_of_a_linear_layer():
+    # logits are (1, 0), their gradients (-P, P): θ · g = -P; of the outputs a · g = (-P, 0)
+    network, batch = linear([1.0], [0.0]), (torch.ones(1, 1), torch.tensor([0]))
+    assert plain(network, *batch) == pytest.approx(-P)
+    assert fisher(network, *batch) == pytest.approx(P**2 / 2)
+    assert network.weight.grad is None
+
+
+def test_fisher_sums_over_pixels_before_it_squares():
+    # the convolution's outputs are (1, 1), and the mean halves them: logits (1, 0), Σ a · g = -P;
+    # of the layer after it as above
+    convolution = nn.Conv2d(1, 1, 1, bias=False)
+    nn.init.ones_(convolution.weight)
+    network = nn.Sequential(
+        convolution, nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear([1.0], [0.0])
+    )
+    assert fisher(network, torch.ones(1, 1, 1, 2), torch.tensor([0])) == pytest.approx(P**2)
+
+
+def test_grasp_is_the_product_with_the_hessian():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    sizes = [p.shape for p in network.parameters()]
+    flat = torch.cat([p.detach().flatten() for p in network.parameters()])
+
+    def loss(vector):
+        first, second = vector.split([s.numel() for s in sizes])
+        hidden = (x @ first.view(sizes[0]).T).tanh()
+        return nn.functional.cross_entropy(hidden @ second.view(sizes[1]).T, y)
+
+    gradient = torch.autograd.functional.jacobian(loss, flat)
+    hessian = torch.autograd.functional.hessian(loss, flat)
+    assert grasp(network, x, y) == pytest.approx(float(-flat @ hessian @ gradient), rel=1e-4)
+
+
+def test_epe_of_equal_gradients_counts_the_pairs_of_a_class():
+    # a linear network has one gradient for all examples: every correlation is 1
+    network = linear([1.0, -2.0, 3.0], [0.5, 1.0, 0.0])
+    labels = torch.tensor([0, 0, 0, 1, 1])
+    value = epe(network, torch.randn(5, 3), labels)
+    assert value == pytest.approx((9 + 4) * math.log1p(1e-5), rel=1e-6)
+    many = linear(*[[1.0, float(n), 2.0] for n in range(101)])
+    value = epe(many, torch.randn(5, 3), labels)  # per class the mean of a row's sum: 3 and 2 pairs
+    assert value == pytest.approx(math.log1p(1e-5), rel=1e-6)
+
+
+class Chain(nn.Module):
+    """Three layers to choose from, of weights 6, 3 and 0, for images of one pixel."""
+
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        make = lambda weight: lambda: linear(*[[weight]] * num_classes)
+        self.pick = LayerChoice({name: make(float(name)) for name in "630"}, label="pick")
+
+    def forward(self, x):
+        return self.pick(x.flatten(1))
+
+
+def searched(**options):
+    given = {"image_size": 1, "in_channels": 1, "num_classes": 2, "seed": 0, **options}
+    return Supernet(LayerSpace(Chain), **given)
+
+
+def test_a_zero_cost_start_is_what_the_mixture_loses_without_an_operation():
+    """Of 2 outputs without the first: R = 2 · (3 + 0) / 3, and synflow is log(1 + R)."""
+    scores = -torch.tensor([2.0, 4.0, 6.0], dtype=torch.float64).log1p()
+    expected = 0.5 * (scores - scores.mean()) / scores.std(correction=0)
+    found = searched(alpha_start=ZeroCostStart(scale=0.5))
+    random = searched().alpha.detach()  # of the usual start, which is added
+    assert (found.alpha.detach() - random)[0].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert str(found.started_from) == str(found.architecture) == "pick=6"
+
+
+def test_a_zero_cost_start_is_a_function_of_the_seed():
+    def alpha(of_process):
+        torch.manual_seed(of_process)
+        start = ZeroCostStart("naswot")
+        options = {"num_classes": 4, "channels": 4, "cells": 1, "image_size": 8}
+        net = Supernet(NASBench201(), alpha_start=start, seed=3, **options)
+        return net.alpha.detach(), float(torch.rand(()))
+
+    (first, one), (second, other) = alpha(0), alpha(1)
+    assert torch.equal(first, second)
+    assert one != other
+    assert first.std(1, correction=0).tolist() == pytest.approx([1.0] * 6, abs=0.01)
+
+
+def test_starts_that_make_no_sense():
+    with pytest.raises(ConfigurationError, match="alpha_start: proxy must be one of synflow, "):
+        ZeroCostStart("sinflow")
+    with pytest.raises(ConfigurationError, match="alpha_start: scale must be above 0"):
+        ZeroCostStart(scale=0.0)
+    with pytest.raises(ConfigurationError, match=r"model\.alpha_start sets alpha, and"):
+        searched(alpha_start=ZeroCostStart(), alpha_held=True)
 
 
 def test_a_mean_rank_is_that_of_a_sort():
@@ -132,6 +237,10 @@ def test_every_proxy_scores_every_space(space, name):
     score = ProxyScore(PROXIES[name], partial(made.build, num_classes=10, **cells), *batch)
     drawn = made.architecture([len(decision.options) - 1 for decision in made.decisions])
     state = torch.get_rng_state()
+    if (name, space) == ("grasp", "small_mobilenet"):  # PyTorch's hard sigmoid has no second one
+        with pytest.raises(ConfigurationError, match="score grasp needs second derivatives"):
+            score(drawn)
+        return
     assert math.isfinite(score(drawn)) or space == "nas_bench_201"
     assert score(drawn) == score(drawn)
     assert torch.equal(torch.get_rng_state(), state)

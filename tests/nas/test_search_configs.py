@@ -12,11 +12,17 @@ from fl_lightning.cli import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SPACES = [CONFIGS / "nas" / "space" / name for name in ("darts.yaml", "nas_bench_201.yaml")]
-OF_SIZES = {"ofa.yaml", "bignas.yaml", "attentive_nas.yaml"}  # test_one_shot_configs runs them
+OF_SIZES = {
+    "ofa.yaml",
+    "ofa_published.yaml",
+    "bignas.yaml",
+    "attentive_nas.yaml",
+}  # test_one_shot_configs runs them
 LAYERS = {"cifar10_images.yaml", "transfer.yaml"}  # over a search, or over what it has found
 METHODS = {
     "darts": ["darts.yaml"],
     "second order": ["darts.yaml", "darts_second_order.yaml"],
+    "zero-cost start": ["darts.yaml", "zero_cost_start.yaml"],
     "gdas": ["gdas.yaml"],
     "pc_darts": ["pc_darts.yaml"],
     "enas": ["enas.yaml"],

@@ -42,30 +42,6 @@ class Evaluated:
     costs: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """Result of a search.
-
-    Attributes:
-        evaluated: all scored architectures, in the order of scoring.
-    """
-
-    evaluated: tuple[Evaluated, ...]
-
-    @property
-    def best(self) -> Evaluated:
-        """Architecture with the highest score; the first of equal ones."""
-        return max(self.evaluated, key=lambda one: one.score)
-
-    def front(self, measure: str) -> list[Evaluated]:
-        """Return the Pareto front of the score and one cost, cheapest first."""
-        costs = [one.costs[measure] for one in self.evaluated]
-        scores = [one.score for one in self.evaluated]
-        useful = [number for number, score in enumerate(scores) if score > -math.inf]
-        kept = on_front([costs[n] for n in useful], [scores[n] for n in useful])
-        return [self.evaluated[useful[number]] for number in kept]
-
-
 _CONSTRAINT = re.compile(r"\s*(\w+)\s*(<=|>=)\s*(\S+)\s*")
 
 
@@ -186,8 +162,8 @@ class Problem:
             )
 
 
-class Evaluations:
-    """Scored architectures of a running search, at most `budget`.
+class SearchResult:
+    """Scored architectures of a search, at most `budget`; grows while the search runs.
 
     Args:
         problem: problem of the search.
@@ -230,9 +206,23 @@ class Evaluations:
             self._done[architecture.choices] = Evaluated(architecture, score, costs)
         return self._done[architecture.choices]
 
-    def result(self) -> SearchResult:
-        """Return the architectures scored so far."""
-        return SearchResult(tuple(self._done.values()))
+    @property
+    def evaluated(self) -> tuple[Evaluated, ...]:
+        """All scored architectures, in the order of scoring."""
+        return tuple(self._done.values())
+
+    @property
+    def best(self) -> Evaluated:
+        """Architecture with the highest score; the first of equal ones."""
+        return max(self.evaluated, key=lambda one: one.score)
+
+    def front(self, measure: str) -> list[Evaluated]:
+        """Return the Pareto front of the score and one cost, cheapest first."""
+        costs = [one.costs[measure] for one in self.evaluated]
+        scores = [one.score for one in self.evaluated]
+        useful = [number for number, score in enumerate(scores) if score > -math.inf]
+        kept = on_front([costs[n] for n in useful], [scores[n] for n in useful])
+        return [self.evaluated[useful[number]] for number in kept]
 
 
 UNIFORM_DRAWS = 30

@@ -9,6 +9,12 @@
     snip      Σ_θ |θ · ∂L/∂θ|, L the cross entropy of a batch       Lee et al. 2019, ICLR
     grad_norm Σ_layers ‖∂L/∂θ‖                                      Abdelfattah et al. 2021, ICLR
     l2_norm   Σ_layers ‖θ‖                                          the same
+    plain     Σ_θ θ · ∂L/∂θ                                         Mozer, Smolensky 1989
+    grasp     -Σ_θ θ · (H g), g = ∂L/∂θ, H the Hessian of L         Wang et al. 2020, ICLR
+    fisher    Σ_channels mean_i (Σ_pixels a · ∂L/∂a)² / 2, a the outputs of layers
+                                                                    Turner et al. 2020, ICLR
+    epe       Σ_classes |Σ log(|C| + k)|, C the correlations between the input gradients of a class;
+              above 100 classes the mean difference of classes      Lopes et al. 2021, ICANN
 
 Several proxies are combined by ranks, which need no common unit: the score of an architecture is the share
 of random architectures that it beats, averaged over proxies (`MeanRank`).
@@ -92,19 +98,74 @@ def l2_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     return sum(float(weight.detach().double().norm()) for weight in _weights(network))
 
 
+def plain(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return Σ θ · ∂L/∂θ; arguments and errors as for `snip`."""
+    pairs = _of_loss("plain", network, images, labels)
+    return sum(float((weight * gradient).double().sum()) for weight, gradient in pairs)
+
+
+def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return -Σ θ · (H g): minus half the growth rate of ‖g‖² along θ.
+
+    Raises:
+        ConfigurationError: as for `snip`, and for layers without second derivatives in PyTorch.
+    """
+    copied, loss = _loss("grasp", network, images, labels)
+    gradients = torch.autograd.grad(
+        loss, _weights(copied), create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    product = torch.stack([(gradient.detach() * gradient).sum() for gradient in gradients]).sum()
+    try:
+        return -sum(
+            float((w * hg).double().sum()) for w, hg in _weights_and_gradients(copied, product)
+        )
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"score grasp needs second derivatives, and PyTorch says: {error}. Choose another score"
+        ) from None
+
+
+def fisher(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the Fisher information of the layers' output channels; errors as for `snip`."""
+    outputs: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        outputs.append(output)
+        return output.clone()  # an activation may overwrite it in place
+
+    copied = copy.deepcopy(network)
+    for module in copied.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(keep)
+    loss = _loss("fisher", copied, images, labels)[1]
+    gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
+    products = (own.detach() * g for own, g in zip(outputs, gradients, strict=True))
+    over = (p.double().flatten(2).sum(2) if p.ndim > 2 else p.double() for p in products)
+    return sum(float(p.square().mean(0).sum() / 2) for p in over)
+
+
 # weights of a layer, and their gradient
 Pairs = list[tuple[Tensor, Tensor]]
 
 
 def _of_loss(name: str, network: nn.Module, images: Tensor, labels: Tensor) -> Pairs:
-    """Return weights and gradients of the loss on a batch; batch norms use the batch."""
+    """Return weights and gradients of the loss on a batch."""
+    return _weights_and_gradients(*_loss(name, network, images, labels))
+
+
+def _loss(
+    name: str, network: nn.Module, images: Tensor, labels: Tensor
+) -> tuple[nn.Module, Tensor]:
+    """Return a copy of a network and its loss on a batch; batch norms use the batch."""
     copied = copy.deepcopy(network).train()
     try:
         logits = copied(images)
     except ValueError:  # batch norm's
         _check_batch(name, images)
         raise
-    return _weights_and_gradients(copied, cross_entropy(logits, labels))
+    return copied, cross_entropy(logits, labels)
 
 
 def _weights(network: nn.Module) -> list[Tensor]:
@@ -165,19 +226,40 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     Raises:
         ConfigurationError: for a batch of one.
     """
-    _check_batch("jacov", images)
-    inputs = images.detach().clone().requires_grad_()
-    outputs = copy.deepcopy(network).train()(inputs).sum()
-    if not outputs.requires_grad:
-        return -math.inf
-    (gradients,) = torch.autograd.grad(outputs, inputs, allow_unused=True)
-    if gradients is None:
-        return -math.inf
-    correlations = torch.corrcoef(gradients.flatten(1).double())
+    correlations = torch.corrcoef(_input_gradients("jacov", network, images)[0])
     if not correlations.isfinite().all():  # an example has no gradient
         return -math.inf
     values = torch.linalg.eigvalsh(correlations).clamp(min=0) + _K
     return float(-(values.log() + 1 / values).sum())
+
+
+def epe(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """EPE-NAS score: correlations between the input gradients of examples of a class; errors as for `jacov`."""
+    gradients, num_classes = _input_gradients("epe", network, images)
+    scores = []
+    for label in labels.unique():
+        correlations = torch.atleast_2d(torch.corrcoef(gradients[labels == label]))
+        logs = (correlations.abs() + _K).log()
+        scores.append(logs.sum() / (len(logs) if num_classes > 100 else 1))
+    of_class = torch.stack(scores)
+    if not of_class.isfinite().all():
+        return -math.inf
+    if num_classes > 100:
+        return float((of_class[:, None] - of_class).abs().sum() / len(of_class))
+    return float(of_class.abs().sum())
+
+
+def _input_gradients(name: str, network: nn.Module, images: Tensor) -> tuple[Tensor, int]:
+    """Return the gradient of the summed outputs by each image, (batch, pixels), and the number of outputs.
+
+    Gradients are zero if the outputs do not depend on the images.
+    """
+    _check_batch(name, images)
+    inputs = images.detach().clone().requires_grad_()
+    outputs = copy.deepcopy(network).train()(inputs)
+    total = outputs.sum() + 0 * inputs.sum()
+    (gradients,) = torch.autograd.grad(total, inputs)
+    return gradients.flatten(1).double(), outputs.shape[1]
 
 
 PROXIES: dict[str, Proxy] = {
@@ -187,6 +269,10 @@ PROXIES: dict[str, Proxy] = {
     "snip": snip,
     "grad_norm": grad_norm,
     "l2_norm": l2_norm,
+    "plain": plain,
+    "grasp": grasp,
+    "fisher": fisher,
+    "epe": epe,
 }
 
 
@@ -307,13 +393,8 @@ def folder_batch(
 ) -> tuple[Tensor, Tensor]:
     """Return random images and labels of a folder, with mean 0 and standard deviation 1 over the batch.
 
-    Args:
-        folder: folder with one sub-folder of images per class.
-        batch_size: number of images.
-        side: height and width of the images in pixels, see `ImageFolder`.
-        in_channels: 1 for gray images or 3 for color.
-        num_classes: number of outputs of the networks, at least the number of classes.
-        seed: seed of the draws.
+    Args as for `noise_batch`, with a sub-folder of images per class in `folder`; `in_channels` is 1 for gray
+    images or 3 for color.
 
     Raises:
         ConfigurationError: if the folder or an image cannot be read, or there are too many classes.

@@ -42,7 +42,6 @@ from fl_lightning.core.optuna_extra import optuna_for, quiet
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.nas.search.problem import (
     Evaluated,
-    Evaluations,
     Problem,
     SearchResult,
     crossed,
@@ -81,41 +80,39 @@ class Strategy:
         Raises:
             ConfigurationError: if no architecture meets the constraints.
         """
-        evaluations = Evaluations(problem, budget)
+        done = SearchResult(problem, budget)
         generator = torch_generator(seed, self.stream)
         at_random = partial(draw, problem.space, problem.excess, generator)
-        while evaluations.left > 0:
-            found = new(lambda: self.propose(evaluations, generator) or at_random(), evaluations)
-            found = found or new(at_random, evaluations)  # all children were scored before
+        while done.left > 0:
+            found = new(lambda: self.propose(done, generator) or at_random(), done)
+            found = found or new(at_random, done)  # all children were scored before
             if found is None:
                 break
-            evaluations.of(found)
-        return evaluations.result()
+            done.of(found)
+        return done
 
-    def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
+    def propose(self, done: SearchResult, generator: torch.Generator) -> Architecture | None:
         """Return the architecture to score next, or None for a random one (the default).
 
         Args:
-            evaluations: architectures scored so far, and the problem.
+            done: architectures scored so far, and the problem.
             generator: generator of the draws.
         """
         return None
 
 
-def new(
-    propose: Callable[[], Architecture | None], evaluations: Evaluations
-) -> Architecture | None:
+def new(propose: Callable[[], Architecture | None], done: SearchResult) -> Architecture | None:
     """Return the first proposal that meets the constraints and is new, or None after many failures.
 
     Args:
         propose: returns an architecture, or None if the attempt found none.
-        evaluations: architectures scored so far.
+        done: architectures scored so far.
     """
     for _ in range(MOST_IN_VAIN):
         proposed = propose()
-        if proposed is None or evaluations.knows(proposed):
+        if proposed is None or done.knows(proposed):
             continue
-        if evaluations.problem.is_met(proposed):
+        if done.problem.is_met(proposed):
             return proposed
     return None
 
@@ -154,8 +151,8 @@ class RegularizedEvolution(Strategy):
         check_range("tournament", self.tournament, f"from 1 to {self.population}")
 
     @override
-    def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
-        scored = evaluations.result().evaluated
+    def propose(self, done: SearchResult, generator: torch.Generator) -> Architecture | None:
+        scored = done.evaluated
         if len(scored) < self.population:
             return None
         alive = scored[-self.population :]
@@ -197,8 +194,8 @@ class Evolution(Strategy):
         check_range("mutation", self.mutation, "in (0, 1]")
 
     @override
-    def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
-        scored = evaluations.result().evaluated
+    def propose(self, done: SearchResult, generator: torch.Generator) -> Architecture | None:
+        scored = done.evaluated
         if len(scored) < self.population:
             return None
         num_parents = max(2, round(self.parents * self.population))
@@ -237,11 +234,11 @@ class PredictorSearch(Strategy):
             check_range(name, getattr(self, name), f"at least {least}")
 
     @override
-    def propose(self, evaluations: Evaluations, generator: torch.Generator) -> Architecture | None:
-        scored = evaluations.result().evaluated
+    def propose(self, done: SearchResult, generator: torch.Generator) -> Architecture | None:
+        scored = done.evaluated
         if len(scored) < self.first:
             return None
-        problem = evaluations.problem
+        problem = done.problem
         best = sorted(scored, key=lambda one: -one.score)[: self.parents]
         drawn = [
             draw(problem.space, problem.excess, generator) for _ in range(self.candidates // 2)
@@ -252,7 +249,7 @@ class PredictorSearch(Strategy):
         fresh = [
             one
             for one in dict.fromkeys(drawn)
-            if one is not None and not evaluations.knows(one) and problem.is_met(one)
+            if one is not None and not done.knows(one) and problem.is_met(one)
         ]
         if not fresh:
             return None
@@ -311,20 +308,20 @@ class OptunaSearch(Strategy):
 
     @override
     def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
-        evaluations = Evaluations(problem, budget)
+        done = SearchResult(problem, budget)
         generator = torch_generator(seed, "optuna")
         with quiet(_optuna()):
             directions = ["maximize", "minimize"] if self.sampler == "nsga2" else ["maximize"]
             sampler = self._sampler(derive_seed(seed, "optuna sampler") % 2**32)
             study = _optuna().create_study(sampler=sampler, directions=directions)
             in_vain = 0
-            while evaluations.left > 0 and in_vain < MOST_IN_VAIN:
+            while done.left > 0 and in_vain < MOST_IN_VAIN:
                 if in_vain and in_vain % _PROPOSALS_IN_VAIN == 0:
                     _enqueue(study, draw(problem.space, problem.excess, generator))
-                before = evaluations.left
-                self._try(study, evaluations)
-                in_vain = in_vain + 1 if evaluations.left == before else 0
-        return evaluations.result()
+                before = done.left
+                self._try(study, done)
+                in_vain = in_vain + 1 if done.left == before else 0
+        return done
 
     def _sampler(self, seed: int) -> BaseSampler:
         samplers = _optuna().samplers
@@ -332,14 +329,14 @@ class OptunaSearch(Strategy):
             return samplers.TPESampler(seed=seed)  # type: ignore[no-any-return]
         return samplers.NSGAIISampler(seed=seed, population_size=20)  # type: ignore[no-any-return]
 
-    def _try(self, study: Study, evaluations: Evaluations) -> None:
+    def _try(self, study: Study, done: SearchResult) -> None:
         """Ask the sampler for an architecture; score it if it meets the constraints, and tell the result."""
-        problem = evaluations.problem
+        problem = done.problem
         trial = study.ask()
         proposed = problem.space.architecture(_choices_of(problem.space, trial))
         excess = problem.excess(proposed)
         trial.set_constraint("excess", excess)
-        score = evaluations.of(proposed).score if excess == 0 else _WORST
+        score = done.of(proposed).score if excess == 0 else _WORST
         values = [max(score, _WORST)]
         if self.sampler == "nsga2":
             values.append(problem.costs(proposed)[self.measure])

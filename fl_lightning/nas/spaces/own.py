@@ -130,13 +130,14 @@ class _WeighedNetwork(nn.Module):
 
     def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
         edges = [part for part in self.modules() if isinstance(part, MixedEdge)]
+        before = [edge.weights for edge in edges]
         try:
             for edge in edges:
-                edge.weights = weights
+                edge.weights = weights or edge.weights
             return self.module(x)  # type: ignore[no-any-return]
         finally:
-            for edge in edges:
-                edge.weights = None
+            for edge, own in zip(edges, before, strict=True):
+                edge.weights = own
 
 
 @final

@@ -15,10 +15,10 @@ Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,41 +36,24 @@ from fl_lightning.nas.sub_networks.methods import Shrinking
 from fl_lightning.reports.progress import federation_of
 
 
-class ClientAtWork(NamedTuple):
-    """Client that trains now.
-
-    Attributes:
-        client: number of the client.
-        limit: largest sub-network that the client trains.
-    """
-
-    client: int
-    limit: Architecture
-
-
 class CurrentClient(Stage):
     """Stage that records which client trains now.
 
-    Args:
-        limit_of: function for the largest sub-network that a client trains.
-
     Attributes:
-        client: client that trains now; None between clients.
+        client: number of the client that trains now; None between clients.
     """
 
     one_at_a_time = "which sub-networks train differs from step to step"
     # the stage reads only the number of a client
     traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES)
 
-    def __init__(self, limit_of: Callable[[int], Architecture]) -> None:
-        self._limit_of = limit_of
-        self.client: ClientAtWork | None = None
+    def __init__(self) -> None:
+        self.client: int | None = None
 
     @contextmanager
     def around(self, training: LocalTraining) -> Iterator[None]:
         """Record the client while it trains."""
-        before, number = self.client, training.work.client_id
-        self.client = ClientAtWork(number, self._limit_of(number))
+        before, self.client = self.client, training.work.client_id
         try:
             yield
         finally:
@@ -96,8 +79,8 @@ class SubNetworkRounds(Callback):
         self.teacher: dict[str, Tensor] | None = None
 
     @property
-    def client(self) -> ClientAtWork | None:
-        """Client that trains now; None in a central run."""
+    def client(self) -> int | None:
+        """Number of the client that trains now; None in a central run."""
         return None if self._current is None else self._current.client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -128,19 +111,20 @@ class SubNetworkRounds(Callback):
             cost = replace(module.costs, measure=module.capability.measure)
             self._limits = limits(module.capability, module.space, cost, num_clients)
         check_personal(federation.personal, module.network)
-        self._current = CurrentClient(self._limit_of)
+        self._current = CurrentClient()
         federation.add(self._current)
 
-    def _limit_of(self, client: int) -> Architecture:
+    def limit_of(self, client: int | None) -> Architecture:
+        """Return the largest sub-network that a client trains; of all networks in a central run."""
         largest: Architecture = self._module.space.largest
-        return largest if self._limits is None else self._limits[client]
+        return largest if self._limits is None or client is None else self._limits[client]
 
     def client_masks(self) -> MaskOfClient | None:
         """Return a function for the mask of each client, or None without a capability."""
         return None if self._limits is None else self._mask
 
     def _mask(self, client: int) -> Mapping[str, Tensor]:
-        limit, module = self._limit_of(client), self._module
+        limit, module = self.limit_of(client), self._module
         if limit not in self._masks:
             held = reach(module.space, module.network, limit)
             self._masks[limit] = {f"network.{name}": mask for name, mask in held.items()}
