@@ -83,7 +83,7 @@ class ZeroCostStart:
         It is 0 for operations that a row lacks, and for rows whose operations are all worth the same.
 
         Raises:
-            ConfigurationError: if a score is not finite.
+            ConfigurationError: if a score is not finite, or no operation changes it.
         """
         equal = space.masked(torch.zeros(space.num_rows, len(space.operations))).softmax(1)
         edges = [module for module in network.modules() if isinstance(module, MixedEdge)]
@@ -101,6 +101,10 @@ class ZeroCostStart:
         centred = scores - scores.nanmean(1, keepdim=True)
         spread = centred.square().nanmean(1, keepdim=True).sqrt()
         is_equal = spread <= 1e-12 * scores.abs().nan_to_num().amax(1, keepdim=True)
+        if is_equal.all():
+            raise ConfigurationError(
+                f"alpha_start: {self.proxy} is the same whichever operation is left out: choose another proxy"
+            )
         return (self.scale * centred / spread).masked_fill(is_equal, 0).nan_to_num(0.0).float()
 
 

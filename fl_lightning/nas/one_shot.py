@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
+from fl_lightning.core.seeds import torch_generator
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, check_image_size
@@ -36,7 +37,7 @@ from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import Capability, CostOf
 from fl_lightning.nas.sub_networks.evaluation import apply_sums, batch_norms, has_statistics
-from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step, step_generator
+from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step
 from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
 
 _TRAITS = Traits(
@@ -212,8 +213,8 @@ class OneShot(SharedWeights):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _generator(self, client: int | None, step: int) -> torch.Generator:
         """Return the generator of a step: own draws per client, or equal draws for all clients."""
-        client = None if self._same_draws else client
-        return step_generator(self.seed, round_=self.current_epoch, client=client, step=step)
+        own = 0 if client is None or self._same_draws else client + 1
+        return torch_generator(self.seed, "sub-networks", self.current_epoch, own, step)
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:

@@ -116,9 +116,10 @@ class SharedWeights(LightningModule):
         )
         if found is None:
             return
-        self._sums = dict(zip(shown, found.sums, strict=True))
+        sums, num_bytes = found
+        self._sums = dict(zip(shown, sums, strict=True))
         if federation_of(trainer) is not None and not trainer.predicting:
-            self.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
+            self.log("recalibration/bytes_up", float(num_bytes), rank_zero_only=True)
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
         """Context in which batch norms use the statistics of a `shown` network, if they are known."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
+from fl_lightning.nas import OneShot
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
 from fl_lightning.nas.spaces.vit import small_vit
@@ -18,7 +19,6 @@ from fl_lightning.nas.sub_networks.capability import largest_within
 from fl_lightning.nas.sub_networks.methods import (
     Shrinking,
     distillation_loss,
-    step_generator,
 )
 
 SPACES = [small_mobilenet(), small_resnet(), small_vit()]
@@ -30,14 +30,15 @@ def flops(architecture):
 
 
 def test_a_step_draws_the_same_whenever_it_is_run():
-    def drawn(client, step, round_=2, seed=7):
-        generator = step_generator(seed, round_=round_, client=client, step=step)
+    def drawn(client, step, seed=7, **options):
+        generator = OneShot(MOBILENET, num_classes=4, seed=seed, **options)._generator(client, step)
         return [MOBILENET.sample(generator) for _ in range(3)]
 
     assert drawn(4, 9) == drawn(4, 9)
-    others = [drawn(5, 9), drawn(4, 8), drawn(4, 9, round_=3), drawn(4, 9, seed=8), drawn(None, 9)]
+    others = [drawn(5, 9), drawn(4, 8), drawn(4, 9, seed=8), drawn(None, 9)]
     assert all(other != drawn(4, 9) for other in others)
     assert drawn(0, 0) != drawn(None, 0)
+    assert drawn(4, 9, same_draws=True) == drawn(5, 9, same_draws=True) == drawn(None, 9)
 
 
 def test_distillation():
@@ -198,7 +199,7 @@ def test_attentive_draws_are_the_extremes_of_one_bin(keep):
         return [sum(architecture.choices) for architecture in architectures]
 
     def draw(step):
-        generator = step_generator(0, round_=0, client=1, step=step)
+        generator = torch_generator(0, "test", step)
         return bins.attentive_draw(predict, generator, keep=keep, num_candidates=20)
 
     for step in range(20):

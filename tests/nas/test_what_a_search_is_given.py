@@ -1,5 +1,8 @@
 """What a search is given has an influence or is refused, and a search goes on as it would have gone."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 import yaml
@@ -7,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from nas.test_supernet import TwoLayers, data
 from nas.test_supernet_federated import alpha, search, singles, supernet
+from scipy.optimize import brentq
 from toys import toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation
@@ -19,9 +23,10 @@ from fl_lightning.nas import (
     SinglePath,
     Softmax,
     Supernet,
+    ZeroCostStart,
 )
 from fl_lightning.nas.network import retraining
-from fl_lightning.nas.report import _check_one_device, _check_precision
+from fl_lightning.nas.report import _check_one_device, _check_precision, _check_reach
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
@@ -186,3 +191,30 @@ def test_a_search_that_ends_within_its_first_epoch_leaves_its_result(limit, tmp_
     assert found == str(module.architecture)
     assert {"cell.png", "retrain.yaml"} <= {path.name for path in run.iterdir()}
     assert not (run / "sections").exists()  # over rounds, of which there is none
+
+
+def test_a_search_in_which_alpha_cannot_decide_is_refused():
+    """One logit at r and four at -r have the entropy log Z - 2r e^2r / Z, Z = e^2r + 4."""
+
+    def net(lr=0.01, kind=torch.optim.Adam, **options):
+        options = {"architecture_optimizer": partial(kind, lr=lr), "num_classes": 4, **options}
+        return Supernet(NASBench201(), channels=4, cells=1, image_size=8, **options)
+
+    def excess(reach):
+        total = math.exp(2 * reach) + 4
+        return math.log(total) - 2 * reach * math.exp(2 * reach) / total - 0.98 * math.log(5)
+
+    least = brentq(excess, 0.01, 2)
+    _check_reach(net(), math.ceil(least / 0.01) + 1, num_rounds=2)
+    says = r"it takes 20 steps of about 0\.01, 0\.2 in all, and needs 0\.29\. Set the lr of .* to 0\.01"
+    with pytest.raises(ConfigurationError, match=says):
+        _check_reach(net(), 20, num_rounds=2)
+    _check_reach(net(lr=0.1), 20, num_rounds=2)
+    _check_reach(net(), 20, num_rounds=1)  # these try a configuration
+    _check_reach(net(), 9, num_rounds=2)
+    _check_reach(net(kind=torch.optim.SGD), 20, num_rounds=2)  # moves by the size of its gradients
+    _check_reach(net(alpha_held=True), 20, num_rounds=2)
+    _check_reach(net(alpha_start=ZeroCostStart()), 20, num_rounds=2)
+    module = supernet(architecture_optimizer=partial(torch.optim.Adam, lr=1e-4))
+    with pytest.raises(ConfigurationError, match="alpha cannot decide in this search: it takes 12"):
+        search(module, rounds=12, local_steps=1)

@@ -11,7 +11,6 @@ A space has few kinds of blocks, and a handful of its networks contain all of th
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
@@ -32,23 +30,7 @@ from fl_lightning.nas.spaces.stages import StagedSpace
 Marked = tuple[nn.Module, Mapping[nn.Module, str]]
 
 
-class Blocks(ABC):
-    """Base of the blocks of a space, in networks of one shape."""
-
-    @abstractmethod
-    def kinds(self) -> list[str]:
-        """Return all kinds of blocks, without repetitions."""
-
-    @abstractmethod
-    def of(self, architecture: Architecture) -> list[str]:
-        """Return the kind of every block of an architecture, with repetitions."""
-
-    @abstractmethod
-    def networks(self) -> Iterator[Marked]:
-        """Yield a few networks that together contain every kind of block."""
-
-
-def blocks_of(space: SearchSpace, options: Mapping[str, Any]) -> Blocks:
+def blocks_of(space: SearchSpace, options: Mapping[str, Any]) -> CellBlocks | SizeBlocks:
     """Return the blocks of a space.
 
     Args:
@@ -68,7 +50,7 @@ def blocks_of(space: SearchSpace, options: Mapping[str, Any]) -> Blocks:
 
 
 @final
-class CellBlocks(Blocks):
+class CellBlocks:
     """Blocks of a space of cells: operations on edges.
 
     Args:
@@ -98,13 +80,13 @@ class CellBlocks(Blocks):
         """Indices of all operations except `none`, which takes no time."""
         return [o for o in range(len(self.space.operations)) if o != self.space.none]
 
-    @override
     def kinds(self) -> list[str]:
+        """Return all kinds of blocks, without repetitions."""
         pairs = product(self.edges, self._operations())
         return sorted({self.kind(edge, operation) for edge, operation in pairs})
 
-    @override
     def of(self, architecture: Architecture) -> list[str]:
+        """Return the kind of every block of an architecture, with repetitions."""
         chosen = self.space.operations_of(architecture)
         return [
             self.kind(edge, chosen[edge[0]])
@@ -121,8 +103,8 @@ class CellBlocks(Blocks):
                 table[edge[0], operation] += count * milliseconds[self.kind(edge, operation)]
         return table
 
-    @override
     def networks(self) -> Iterator[Marked]:
+        """Yield a few networks that together contain every kind of block."""
         # one network per operation; over all of them every edge has every operation once
         for shift in range(len(self._operations())):
             kinds: dict[nn.Module, str] = {}
@@ -145,7 +127,7 @@ class CellBlocks(Blocks):
 
 
 @final
-class SizeBlocks(Blocks):
+class SizeBlocks:
     """Blocks of a space of sizes: blocks of stages.
 
     Args:
@@ -156,12 +138,12 @@ class SizeBlocks(Blocks):
     def __init__(self, space: StagedSpace, options: Mapping[str, Any]) -> None:
         self.space, self.options = space, options
 
-    @override
     def kinds(self) -> list[str]:
+        """Return all kinds of blocks, without repetitions."""
         return sorted({kind for one in self._covering() for kind in self.of(one)})
 
-    @override
     def of(self, architecture: Architecture) -> list[str]:
+        """Return the kind of every block of an architecture, with repetitions."""
         texts, kinds = self.space.texts(architecture.choices), []
         before = ""
 
@@ -177,8 +159,8 @@ class SizeBlocks(Blocks):
             before = own
         return kinds
 
-    @override
     def networks(self) -> Iterator[Marked]:
+        """Yield a few networks that together contain every kind of block."""
         for architecture in self._covering():
             network = self.space.build(architecture, **self.options)
             stages = [module for module in network.modules() if isinstance(module, Repeat)]

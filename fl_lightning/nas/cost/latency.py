@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import differences
-from fl_lightning.nas.cost.blocks import Blocks, CellBlocks, blocks_of
+from fl_lightning.nas.cost.blocks import CellBlocks, SizeBlocks, blocks_of
 from fl_lightning.nas.cost.cost import MEASURES, Measure
 from fl_lightning.nas.spaces.named import described_space, description
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
@@ -105,7 +105,7 @@ class LatencyTable:
     accuracy: Accuracy
 
     @cached_property
-    def _blocks(self) -> Blocks:
+    def _blocks(self) -> CellBlocks | SizeBlocks:
         return blocks_of(self.space, self.options)
 
     def uncalibrated(self, architecture: Architecture) -> float:
@@ -125,31 +125,25 @@ class LatencyTable:
         return self.scale * self.uncalibrated(architecture) + self.shift
 
     @cached_property
-    def rows(self) -> Tensor:
-        """Calibrated milliseconds of each operation on each row, shape (num_rows, num_operations).
-
-        Raises:
-            ConfigurationError: if the space is not made of cells.
-        """
+    def _rows(self) -> Tensor:
+        """Milliseconds of each operation on each row before calibration, shape (num_rows, num_operations)."""
         if not isinstance(self._blocks, CellBlocks):
             raise ConfigurationError(
                 f"{self.space.name} has no operations to weigh: use `milliseconds`"
             )
-        return self.scale * self._blocks.table(self.blocks)
-
-    @property
-    def fixed(self) -> float:
-        """Calibrated milliseconds of a network without blocks."""
-        return self.scale * self.rest + self.shift
+        return self._blocks.table(self.blocks)
 
     def expected(self, probabilities: Tensor) -> Tensor:
         """Return the expected latency in ms if each row draws an operation independently, a scalar.
 
         Args:
             probabilities: shape (num_rows, num_operations); gradients flow.
+
+        Raises:
+            ConfigurationError: if the space is not made of cells.
         """
-        expectation: Tensor = self.fixed + (probabilities * self.rows.to(probabilities)).sum()
-        return expectation
+        total: Tensor = self.rest + (probabilities * self._rows.to(probabilities)).sum()
+        return self.scale * total + self.shift
 
     def check(self, space: SearchSpace, side: int, options: Mapping[str, Any]) -> None:
         """Check that the table was measured for given networks.

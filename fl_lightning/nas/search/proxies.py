@@ -10,7 +10,6 @@
     grad_norm Σ_layers ‖∂L/∂θ‖                                      Abdelfattah et al. 2021, ICLR
     l2_norm   Σ_layers ‖θ‖                                          the same
     plain     Σ_θ θ · ∂L/∂θ                                         Mozer, Smolensky 1989
-    grasp     -Σ_θ θ · (H g), g = ∂L/∂θ, H the Hessian of L         Wang et al. 2020, ICLR
     fisher    Σ_channels mean_i (Σ_pixels a · ∂L/∂a)² / 2, a the outputs of layers
                                                                     Turner et al. 2020, ICLR
     epe       Σ_classes |Σ log(|C| + k)|, C the correlations between the input gradients of a class;
@@ -76,7 +75,7 @@ def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     Raises:
         ConfigurationError: for a batch of one image, if a batch norm needs more.
     """
-    return _saliency(_of_loss("snip", network, images, labels))
+    return _saliency(_weights_and_gradients(*_loss("snip", network, images, labels)))
 
 
 def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -89,7 +88,7 @@ def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         >>> round(grad_norm(network, torch.ones(1, 1), torch.tensor([0])), 4)  # ‖(-1/2, 1/2)‖
         0.7071
     """
-    pairs = _of_loss("grad_norm", network, images, labels)
+    pairs = _weights_and_gradients(*_loss("grad_norm", network, images, labels))
     return sum(float(gradient.double().norm()) for _, gradient in pairs)
 
 
@@ -100,31 +99,8 @@ def l2_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def plain(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Return Σ θ · ∂L/∂θ; arguments and errors as for `snip`."""
-    pairs = _of_loss("plain", network, images, labels)
+    pairs = _weights_and_gradients(*_loss("plain", network, images, labels))
     return sum(float((weight * gradient).double().sum()) for weight, gradient in pairs)
-
-
-def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return -Σ θ · (H g): minus half the growth rate of ‖g‖² along θ.
-
-    Raises:
-        ConfigurationError: as for `snip`, and for layers without second derivatives in PyTorch.
-    """
-    copied, loss = _loss("grasp", network, images, labels)
-    gradients = torch.autograd.grad(
-        loss, _weights(copied), create_graph=True, allow_unused=True, materialize_grads=True
-    )
-    product = torch.stack([(gradient.detach() * gradient).sum() for gradient in gradients]).sum()
-    try:
-        return -sum(
-            float((w * hg).double().sum()) for w, hg in _weights_and_gradients(copied, product)
-        )
-    except RuntimeError as error:
-        if "is not implemented" not in str(error):
-            raise
-        raise ConfigurationError(
-            f"score grasp needs second derivatives, and PyTorch says: {error}. Choose another score"
-        ) from None
 
 
 def fisher(network: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -148,11 +124,6 @@ def fisher(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 # weights of a layer, and their gradient
 Pairs = list[tuple[Tensor, Tensor]]
-
-
-def _of_loss(name: str, network: nn.Module, images: Tensor, labels: Tensor) -> Pairs:
-    """Return weights and gradients of the loss on a batch."""
-    return _weights_and_gradients(*_loss(name, network, images, labels))
 
 
 def _loss(
@@ -270,7 +241,6 @@ PROXIES: dict[str, Proxy] = {
     "grad_norm": grad_norm,
     "l2_norm": l2_norm,
     "plain": plain,
-    "grasp": grasp,
     "fisher": fisher,
     "epe": epe,
 }

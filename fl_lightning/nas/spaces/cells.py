@@ -61,6 +61,19 @@ class FixedEdge(nn.Module):
         return self.operation(x)  # type: ignore[no-any-return]
 
 
+def next_node(edges: nn.ModuleDict, nodes: Sequence[Tensor], weights: Any) -> Tensor:
+    """Return the next node of a cell: the sum of its edges from earlier nodes; zeros if it has none.
+
+    Args:
+        edges: edges of the cell, named ``source_target``; a missing edge is ``none``.
+        nodes: earlier nodes.
+        weights: edge weights of a search, or None.
+    """
+    named = ((x, f"{source}_{len(nodes)}") for source, x in enumerate(nodes))
+    terms = [edges[name](x, weights) for x, name in named if name in edges]
+    return sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(nodes[0])
+
+
 class CellSpace(SearchSpace):
     """Base of the spaces whose decisions are operations on edges.
 

@@ -32,6 +32,7 @@ from fl_lightning.nas.spaces.cells import (
     Zero,
     average_pool,
     dilated,
+    next_node,
     separable,
 )
 from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
@@ -302,14 +303,8 @@ class DARTSCell(nn.Module):
     def forward(self, before_last: Tensor, last: Tensor, weights: Any = None) -> Tensor:
         """Return the concatenation of the four nodes."""
         nodes = [self.first(before_last), self.second(last)]
-        for target in NODES:
-            names = [(source, f"{source}_{target}") for source in range(target)]
-            terms = [
-                self.edges[name](nodes[source], weights)
-                for source, name in names
-                if name in self.edges
-            ]
-            nodes.append(sum(terms[1:], start=terms[0]))
+        for _ in NODES:
+            nodes.append(next_node(self.edges, nodes, weights))
         return torch.cat(nodes[2:], 1)
 
 

@@ -137,6 +137,11 @@ def multiple_of_8(channels: float) -> int:
     return nearest if nearest >= 0.9 * channels else nearest + 8
 
 
+def hidden_channels(channels: int, expansion: float) -> int:
+    """Return ``expansion`` times the channels, rounded by `multiple_of_8`."""
+    return multiple_of_8(round(channels * expansion))
+
+
 def _first(
     weight: Tensor, bias: Tensor | None, out: int, into: int
 ) -> tuple[Tensor, Tensor | None]:

@@ -29,6 +29,7 @@ from fl_lightning.nas.spaces.elastic import (
     ElasticConv2d,
     ElasticDepthwise,
     fitting,
+    hidden_channels,
     multiple_of_8,
 )
 from fl_lightning.nas.spaces.stages import (
@@ -137,11 +138,6 @@ class Block:
     kernel: Any
     expansion: Any
     expands: bool = True
-
-
-def hidden_channels(channels: int, expansion: float) -> int:
-    """Return ``expansion`` times the channels, rounded by `multiple_of_8`."""
-    return multiple_of_8(round(channels * expansion))
 
 
 class InvertedResidual(nn.Module):

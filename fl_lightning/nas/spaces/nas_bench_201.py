@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
@@ -40,6 +39,7 @@ from fl_lightning.nas.spaces.cells import (
     RowSpace,
     Zero,
     average_pool,
+    next_node,
 )
 from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
 
@@ -177,14 +177,8 @@ class NASBench201Cell(nn.Module):
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
         """Return the last node; zeros if it has no edges."""
         nodes = [x]
-        for target in (1, 2, 3):
-            names = [(source, f"{source}_{target}") for source in range(target)]
-            terms = [
-                self.edges[name](nodes[source], weights)
-                for source, name in names
-                if name in self.edges
-            ]
-            nodes.append(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(x))
+        for _ in range(3):
+            nodes.append(next_node(self.edges, nodes, weights))
         return nodes[-1]
 
 
@@ -320,17 +314,9 @@ class NASBench201Table:
         Raises:
             ConfigurationError: if the cell is invalid or not in the table.
         """
-        row = self._row(cell)
-        return {name: float(column[row]) for name, column in self.accuracies.items()}
-
-    @cached_property
-    def _space(self) -> NASBench201:
-        return NASBench201()
-
-    def _row(self, cell: Architecture | str) -> int:
-        if isinstance(cell, str):
-            cell = self._space.parse(cell)
-        if cell.space != self._space:
+        space = NASBench201()
+        cell = space.parse(cell) if isinstance(cell, str) else cell
+        if cell.space != space:
             raise ConfigurationError(
                 f"{self.path} knows cells of {NASBench201.name}, got one of {cell.space.name}: {cell}"
             )
@@ -339,4 +325,5 @@ class NASBench201Table:
                 f"{cell} is not among the {len(self):,} cells of {self.path}: give a table that "
                 "holds all cells of the space (--table)"
             )
-        return self.rows[cell]
+        row = self.rows[cell]
+        return {name: float(column[row]) for name, column in self.accuracies.items()}

@@ -26,6 +26,7 @@ from fl_lightning.nas.spaces.elastic import (
     ElasticConv2d,
     ElasticLinear,
     fitting,
+    hidden_channels,
     multiple_of_8,
 )
 from fl_lightning.nas.spaces.stages import (
@@ -128,11 +129,6 @@ def small_resnet() -> ResNet:
         depths=((1, 2), (1, 2), (1, 2), (1, 2)),
         expansions=(0.25, 0.5),
     )
-
-
-def hidden_channels(channels: int, expansion: float) -> int:
-    """Return ``expansion`` times the channels, rounded by `multiple_of_8`."""
-    return multiple_of_8(round(channels * expansion))
 
 
 class Bottleneck(nn.Module):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -49,18 +49,6 @@ Sums = dict[str, Tensor]
 
 
 _BYTES = 8  # per number in a sum
-
-
-class Recalibrated(NamedTuple):
-    """Sums of sub-networks over all clients.
-
-    Attributes:
-        sums: sums of every sub-network.
-        num_bytes: number of bytes that all clients sent for them.
-    """
-
-    sums: list[Sums]
-    num_bytes: int
 
 
 def batch_norms(network: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -92,7 +80,7 @@ def recalibrated(
     *,
     max_examples: int | None,
     seed: int,
-) -> Recalibrated | None:
+) -> tuple[list[Sums], int] | None:
     """Compute the batch norm sums of sub-networks over the training examples; all processes call this.
 
     The network does not change.
@@ -105,7 +93,8 @@ def recalibrated(
         seed: seed of the choice and order of the examples.
 
     Returns:
-        The sums, or None without training data, e.g. if `Trainer.test` was given a loader.
+        The sums of every sub-network over all clients, and the number of bytes that all clients sent for
+        them; None without training data, e.g. if `Trainer.test` was given a loader.
     """
     examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
     if examples is None:
@@ -128,7 +117,7 @@ def recalibrated(
     of_each = zip(*(sums for _, sums in told), strict=True)  # by sub-network, of the processes
     kept = [[own for own in pieces if own] for pieces in of_each]
     together = [reduce(add_sums, pieces) if pieces else {} for pieces in kept]
-    return Recalibrated(together, sum(num_bytes for num_bytes, _ in told))
+    return together, sum(num_bytes for num_bytes, _ in told)
 
 
 def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]) -> Sums:
@@ -348,21 +337,34 @@ def training_accuracies(
     if any(batch_norms(network)):
         found = recalibrated(trainer, network, architectures, max_examples=max_examples, seed=seed)
         assert found is not None, "there are training examples"
-        sums = found.sums
+        sums, _ = found
     ranks, parts = Ranks(trainer), list(zip(architectures, sums, strict=True))
-    right, total = torch.zeros(len(parts), dtype=torch.int64), 0
-    with visiting(trainer, "validation", mode="eval") as visit, torch.no_grad():
+    with visiting(trainer, "validation", mode="eval") as visit:
         batches = (batch for owner in examples.owners(ranks) for batch in examples.batches(owner))
-        for images, labels in map(visit.prepared, batches):
-            total += len(labels)
-            for number, (architecture, own) in enumerate(parts):
-                with trainer.precision_plugin.forward_context(), normalised_by(network, own):
-                    answers = network(images, architecture).argmax(1)
-                right[number] += int((answers == labels).sum())
+        prepared = map(visit.prepared, batches)
+        right, total = _counted(network, parts, prepared, trainer.precision_plugin.forward_context)
     told = ranks.gather((right, total))
     total = sum(number for _, number in told)
     counted = torch.stack([own for own, _ in told]).sum(0).double()
     return (counted / total).tolist() if total else None
+
+
+def _counted(
+    network: nn.Module,
+    parts: Sequence[tuple[Any, Sums]],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> tuple[Tensor, int]:
+    """Return the number of correct answers of each sub-network with its sums, and of examples."""
+    right, total = torch.zeros(len(parts), dtype=torch.int64), 0
+    with torch.no_grad():
+        for images, labels in batches:
+            total += len(labels)
+            for number, (architecture, own) in enumerate(parts):
+                with context(), normalised_by(network, own):
+                    answers = network(images, architecture).argmax(1)
+                right[number] += int((answers == labels).sum())
+    return right, total
 
 
 # returns batches of images and labels
@@ -389,19 +391,15 @@ class SubNetworkScore:
 
     def __call__(self, architecture: Architecture) -> float:
         """Return the accuracy of an architecture, in [0, 1]."""
-        right = total = 0
-        with modes_kept(self.network), torch.no_grad():
+        with modes_kept(self.network):
             self.network.eval()
-            run = partial(self._logits, architecture)
-            has_norms = any(batch_norms(self.network))
-            sums = collect_sums(self.network, run, self.training()) if has_norms else {}
-            with normalised_by(self.network, sums):
-                for batch in self.validation():
-                    right += int((run(batch).argmax(1) == batch[1]).sum())
-                    total += len(batch[1])
-        return right / total
+            sums: Sums = {}
+            if any(batch_norms(self.network)):
+                sums = collect_sums(self.network, partial(self._run, architecture), self.training())
+            parts = [(architecture, sums)]
+            right, total = _counted(self.network, parts, self.validation(), self.context)
+        return int(right) / total
 
-    def _logits(self, architecture: Architecture, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _run(self, architecture: Architecture, batch: tuple[Tensor, Tensor]) -> None:
         with self.context():
-            logits: Tensor = self.network(batch[0], architecture)
-        return logits
+            self.network(batch[0], architecture)

@@ -33,7 +33,6 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
-from fl_lightning.core.seeds import torch_generator
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
@@ -167,25 +166,6 @@ def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 def _mean(losses: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(losses)).mean()
-
-
-def step_generator(seed: int, *, round_: int, client: int | None, step: int) -> torch.Generator:
-    """Return the generator of the draws of a step.
-
-    Args:
-        seed: seed of the run.
-        round_: index of the round, or of the epoch without a federation.
-        client: number of the client; None if all clients draw alike.
-        step: index of the step in this round.
-
-    Example:
-        >>> def draw(client, step):
-        ...     generator = step_generator(0, round_=3, client=client, step=step)
-        ...     return int(torch.randint(1000, (), generator=generator))
-        >>> draw(5, 1) == draw(5, 1), draw(5, 1) == draw(6, 1), draw(None, 1) == draw(None, 2)
-        (True, False, False)
-    """
-    return torch_generator(seed, "sub-networks", round_, 0 if client is None else client + 1, step)
 
 
 @final
