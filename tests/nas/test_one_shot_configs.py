@@ -49,9 +49,11 @@ def test_a_method_runs_over_a_space(folder, space, methods):
     write_folder(folder / "images", "test", names, 2, size=(32, 32))
     files = [f"space/{space}.yaml", *(f"{method}.yaml" for method in methods)]
     layers = [word for file in files for word in ("--config", str(CONFIGS / file))]
+    rates = ["--model.init_args.method.init_args.rates=[1, 0.4, 0.1, 0.1, 0.1]"]  # fewer options
     run(
         folder,
         *layers,
+        *(rates if "ofa_published" in methods else []),
         "--model.init_args.space.init_args",
         SMALL[space],
         "--data.init_args.source.init_args.root=images",

@@ -215,6 +215,7 @@ def test_a_search_in_which_alpha_cannot_decide_is_refused():
     _check_reach(net(kind=torch.optim.SGD), 20, num_rounds=2)  # moves by the size of its gradients
     _check_reach(net(alpha_held=True), 20, num_rounds=2)
     _check_reach(net(alpha_start=ZeroCostStart()), 20, num_rounds=2)
-    module = supernet(architecture_optimizer=partial(torch.optim.Adam, lr=1e-4))
+    module = supernet()
+    module._architecture_optimizer = partial(torch.optim.Adam, lr=1e-4)
     with pytest.raises(ConfigurationError, match="alpha cannot decide in this search: it takes 12"):
         search(module, rounds=12, local_steps=1)
