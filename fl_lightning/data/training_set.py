@@ -109,14 +109,10 @@ class TrainingSet:
         return torch.arange(len(self)) if drawn is None else drawn
 
     @property
-    def gathers(self) -> bool:
-        """True if the data set builds whole batches, and the collate function is a default of torch."""
-        return _gathers(self.dataset, self._loader.collate_fn)
-
-    @property
     def has_own_collate(self) -> bool:
         """True if the collate function is not torch's."""
-        return self._loader.collate_fn is not default_collate and not self.gathers
+        collate = self._loader.collate_fn
+        return collate is not default_collate and not _gathers(self.dataset, collate)
 
     @property
     def reads_rows(self) -> bool:

@@ -107,9 +107,10 @@ class Experiment:
             issues.append("give either variants or grid, name to difference")
         if not self.report:
             issues.append("report must name at least one metric, as the runs log it")
-        seeds = self.all_seeds
-        if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-            issues.append(f"seeds must be different whole numbers >= 0, got {self.seeds}")
+        try:
+            _ = self.all_seeds
+        except ConfigurationError as error:
+            issues.append(str(error))
         folders = [variant.folder for variant in self.all_variants]
         if twice := {name for name in folders if folders.count(name) > 1 or name == BEFORE}:
             issues.append(
@@ -122,7 +123,7 @@ class Experiment:
     @property
     def all_seeds(self) -> list[int]:
         """Seeds as a list of integers."""
-        return read_seeds(self.seeds, "experiment")
+        return read_seeds(self.seeds)
 
     @property
     def axes(self) -> dict[str, list[str]]:
@@ -148,29 +149,26 @@ class Experiment:
         ]
 
 
-def read_seeds(seeds: list[int] | int | str, owner: str) -> list[int]:
-    """Return seeds as a list of integers.
-
-    Args:
-        seeds: a list, one number, or numbers separated by commas.
-        owner: name of the experiment or search, for the message.
+def read_seeds(seeds: list[int] | int | str) -> list[int]:
+    """Return seeds, given as a list, one number, or numbers separated by commas, as a list of integers.
 
     Raises:
-        ConfigurationError: if one is not a whole number.
+        ConfigurationError: if they are not different whole numbers ≥ 0, at least one.
 
     Example:
-        >>> read_seeds("0,1", "experiment")
+        >>> read_seeds("0,1")
         [0, 1]
     """
-    if isinstance(seeds, int):
-        return [seeds]
     given = seeds.split(",") if isinstance(seeds, str) else seeds
     try:
-        return [int(seed) for seed in given]
+        found = [given] if isinstance(given, int) else [int(seed) for seed in given]
     except ValueError:
+        found = []
+    if not found or min(found) < 0 or len(set(found)) < len(found):
         raise ConfigurationError(
-            f"{owner}: seeds must be whole numbers, as [0, 1, 2] or 0,1,2, got {seeds}"
-        ) from None
+            f"seeds must be different whole numbers >= 0, as [0, 1, 2] or 0,1,2, got {seeds}"
+        )
+    return found
 
 
 # Returns the complete configuration, as YAML, for the words of a fit's command line.

@@ -272,11 +272,8 @@ class Search:
         if self.sampler == "grid":
             for path, parameter in parameters.items():
                 parameter.grid(path)
-        seeds = None if self.seeds is None else read_seeds(self.seeds, "search")
-        if seeds is not None and (not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds)):
-            raise ConfigurationError(
-                f"search: seeds must be different whole numbers >= 0, got {self.seeds}"
-            )
+        if self.seeds is not None:
+            read_seeds(self.seeds)
 
     @property
     def parameters(self) -> dict[str, Parameter]:

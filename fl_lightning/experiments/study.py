@@ -211,37 +211,41 @@ def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
     """Return a table with a row for each ended trial, in the order of `ranked`, with all digits."""
     import pandas
 
+    facts = ("rounds", "seconds", "reason")
     rows = [
-        {
-            "trial": one.number,
-            "state": _STATES[one.state],
-            "value": one.value if one.state == TrialState.COMPLETE else None,
-            **{name: one.user_attrs.get(name) for name in ("rounds", "seconds", "reason")},
-            **{option: one.params.get(option) for option in options},
-            "values of seeds": " ".join(map(str, one.user_attrs.get("values", []))),
-        }
+        (
+            one.number,
+            _STATES[one.state],
+            one.value if one.state == TrialState.COMPLETE else None,
+            *(one.user_attrs.get(name) for name in facts),
+            *(one.params.get(option) for option in options),
+            " ".join(map(str, one.user_attrs.get("values", []))),
+        )
         for one in ranked(study)
     ]
-    return pandas.DataFrame(rows, dtype=object)
+    names = ["trial", "state", "value", *facts, *options, "values of seeds"]
+    return pandas.DataFrame(rows, columns=names, dtype=object)
 
 
 def cells(
-    trials: Sequence[FrozenTrial], metric: str, names: Mapping[str, str]
+    table: DataFrame, metric: str, names: Mapping[str, str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table of trials.
+    """Return the head and the rows of a table of trials as text.
 
     Args:
-        trials: the trials, a row each.
+        table: rows of `trials_table`.
         metric: name of the metric.
         names: short names of the options by path, a column each.
     """
     rows = [
         [
-            *(str(one.number), _value(one), str(one.user_attrs.get("rounds", "-"))),
-            f"{float(one.user_attrs.get('seconds', 0)):.0f}",
-            *(shown(one.params.get(path)) for path in names),
+            str(row["trial"]),
+            row["state"] if row["value"] is None else f"{row['value']:.4f}",
+            "-" if row["rounds"] is None else str(row["rounds"]),
+            f"{row['seconds'] or 0:.0f}",
+            *(shown(row[path]) for path in names),
         ]
-        for one in trials
+        for row in table.to_dict("records")
     ]
     return ["trial", metric, "rounds", "seconds", *names.values()], rows
 
@@ -267,12 +271,6 @@ def shown_values(params: Mapping[str, Any], names: Mapping[str, str]) -> str:
 def shown(value: Any) -> str:
     """Format the value of an option, a number with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _value(trial: FrozenTrial) -> str:
-    if trial.state == TrialState.COMPLETE and trial.value is not None:
-        return f"{trial.value:.4f}"
-    return _STATES[trial.state]
 
 
 def importances(study: optuna.Study) -> dict[str, float]:

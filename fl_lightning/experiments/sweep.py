@@ -23,7 +23,6 @@ from fl_lightning.experiments.study import (
     draw_trials,
     importances,
     open_study,
-    ranked,
     shown_values,
     trials_table,
     write_best,
@@ -119,8 +118,9 @@ def _introduce(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
 def _report(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
     """Write the tables and charts of the search, and print the best trials."""
     study, names = trials.study, plan.names
-    trials_table(study, list(plan.parameters)).to_csv(out / "trials.csv", index=False)
-    told = [one for one in ranked(study) if one.state != TrialState.FAIL]
+    table = trials_table(study, list(plan.parameters))
+    table.to_csv(out / "trials.csv", index=False)
+    told = table[table["state"] != "failed"]
     (out / "trials.md").write_text(markdown(*cells(told, search.metric, names)) + "\n")
     complete = trials.of(TrialState.COMPLETE)
     if not complete:

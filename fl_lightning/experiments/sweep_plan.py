@@ -218,7 +218,7 @@ def plan_search(
         by_place[place] = path
     seed = configuration.get("seed_everything")
     own = int(seed) if isinstance(seed, int) and not isinstance(seed, bool) else 0
-    seeds = [own] if search.seeds is None else read_seeds(search.seeds, "search")
+    seeds = [own] if search.seeds is None else read_seeds(search.seeds)
     plan = Plan(configuration, parameters, places, seeds, out)
     if search.pruner == "hyperband" and plan.num_rounds < 1:
         raise ConfigurationError(

@@ -47,7 +47,7 @@ def plan(tmp_path, text="", **keys):
         ({"variants": {"a": {}}, "report": []}, "at least one metric"),
         ({"variants": {"a": {}}, "seeds": [0, 0]}, "different whole numbers"),
         ({"variants": {"a": {}}, "seeds": "0,-1"}, "different whole numbers"),
-        ({"variants": {"a": {}}, "seeds": "0,b"}, "must be whole numbers"),
+        ({"variants": {"a": {}}, "seeds": "0,b"}, "different whole numbers"),
         ({"variants": {"a b": {}, "a/b": {}}}, "differ as folders.*a_b"),
         ({"variants": {"first": {}}}, "not be 'first'"),
     ],

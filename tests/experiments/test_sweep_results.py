@@ -72,10 +72,12 @@ def test_the_best_come_first_and_the_stopped_ones_last():
 
 
 def test_a_table_has_values_or_states():
-    head, rows = cells(mixed().trials, "val/accuracy", NAMES)
+    head, rows = cells(trials_table(mixed(), [LR, STEPS]), "val/accuracy", NAMES)
     assert head == ["trial", "val/accuracy", "rounds", "seconds", "lr", "local_steps"]
-    assert rows[2] == ["2", "0.9000", "9", "9", "0.2", "4"]
-    assert rows[1] == ["1", "stopped", "2", "8", "0.9", "4"]
+    assert rows[0] == ["2", "0.9000", "9", "9", "0.2", "4"]
+    assert rows[4] == ["1", "stopped", "2", "8", "0.9", "4"]
+    empty = trials_table(study_of([]), [LR, STEPS])
+    assert cells(empty[empty["state"] != "failed"], "val/accuracy", NAMES) == (head, [])
 
 
 def test_a_line_for_every_trial():
