@@ -33,7 +33,7 @@ from fl_lightning.client import Correction, GradientTerm
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Cohort, Population
 from fl_lightning.federation import Learning, Stage
-from fl_lightning.federation.stage import Correcting
+from fl_lightning.federation.stages.corrector import Corrector
 from fl_lightning.server import WeightedMean
 from fl_lightning.sparsity import EmpiricalFisher, SparseSGDM
 from fl_lightning.updates import Dense
@@ -446,17 +446,13 @@ class TestAStage:
         assert called == [sign * client for client in range(6) for sign in (1, -1)]
 
     def test_a_term_of_its_own_is_refused(self):
-        class Pulls(Correcting):
-            def learn(self, update, work, start):
-                return lambda: None
-
-            def term(self, client):
-                return GradientTerm(pull=1.0)
+        class Pulls(Corrector):
+            pass
 
         with pytest.raises(
             ConfigurationError, match="Pulls is of a kind that is for the block's corrections"
         ):
-            run(stages=[Pulls()])
+            run(stages=[Pulls(FedProx(mu=1.0))])
 
     @pytest.mark.parametrize("key", ["server", "updates", "mine"])
     def test_a_key_that_is_taken_is_refused(self, key):

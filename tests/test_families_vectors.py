@@ -166,7 +166,7 @@ def test_the_noise_goes_on_from_a_checkpoint(cls):
         noise = mechanism.server_noise(grid, 8, NoiseSource(1).stream(index))
         total = torch.arange(8) * (index + 1)
         released = mechanism.released(total, torch.from_numpy(noise))
-        mechanism.stepped()
+        mechanism.commit()
         return released
 
     for index in range(3):

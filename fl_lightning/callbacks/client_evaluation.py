@@ -29,16 +29,16 @@ from fl_lightning.federation import (
     StepOf,
     chosen_clients,
     common_test_examples,
-    evaluated_clients,
+    evaluate_clients,
     held_out_examples,
     log_histogram,
     log_numbers,
     log_once,
-    personal_models,
     run_folder,
 )
 from fl_lightning.reports.evaluated_model import ModelOrigin
 from fl_lightning.reports.log_file import detail
+from fl_lightning.reports.progress import federation_of
 
 # A metric is better if lower when its name contains one of these.
 _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll")
@@ -157,7 +157,8 @@ class ClientEvaluation(Callback):
             return
         common = self.common_test_set and stage == "test"
         examples = common_test_examples(trainer, data) if common else held_out_examples(data, stage)
-        models = personal_models(trainer)
+        federation = federation_of(trainer)
+        models = None if federation is None else federation.personal_models(trainer)
         if why_not := _why_not(data, stage, examples, has_models=models is not None):
             rank_zero_info(f"No per-client evaluation: {why_not}.", **detail())
             return
@@ -167,7 +168,7 @@ class ClientEvaluation(Callback):
         if data.evaluated_by is not None:  # remote clients evaluate by themselves
             found = data.evaluated_by(stage, clients.tolist())
         else:  # each process has its share of the clients
-            found = evaluated_clients(trainer, data, stage, clients, models, examples)
+            found = evaluate_clients(trainer, data, stage, clients, examples, models=models)
         self._write(trainer, stage, examples, found)
 
     def _write(

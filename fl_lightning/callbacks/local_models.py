@@ -28,7 +28,6 @@ from fl_lightning.federation import (
     Upload,
     common_test_examples,
     evaluate_clients,
-    personal_models,
     run_folder,
 )
 from fl_lightning.reports.progress import federation_of
@@ -96,7 +95,9 @@ class LocalModels(Stage):
     @contextmanager
     def _loaded(self, client: int) -> Iterator[None]:
         """Loads a client's local model into the module inside this block."""
-        local, personal = self._run.local, personal_models(self._run.trainer)
+        local, federation = self._run.local, federation_of(self._run.trainer)
+        assert federation is not None
+        personal = federation.personal_models(self._run.trainer)
         before = local.read()
         with nullcontext() if personal is None else personal.of(client):
             try:
@@ -121,7 +122,7 @@ class LocalModels(Stage):
             examples=common_test_examples(trainer, data),
             is_shared=False,
         )
-        found = evaluated(np.array(sorted(self._models), np.int64), self._loaded)
+        found = evaluated(np.array(sorted(self._models), np.int64), having=self._loaded)
         clients = dict(sorted(p for share in Ranks(trainer).gather(found) for p in share.items()))
         if trainer.is_global_zero:
             whole = evaluated(np.array([-1])).get(-1, {})

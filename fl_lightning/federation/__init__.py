@@ -86,12 +86,10 @@ from fl_lightning.federation.visits.client_visits import (
     common_test_examples as common_test_examples,
 )
 from fl_lightning.federation.visits.client_visits import evaluate_clients as evaluate_clients
-from fl_lightning.federation.visits.client_visits import evaluated_clients as evaluated_clients
 from fl_lightning.federation.visits.client_visits import held_out_examples as held_out_examples
 from fl_lightning.federation.visits.local_counts import client_id as client_id
 from fl_lightning.federation.visits.local_counts import local_step as local_step
 from fl_lightning.federation.visits.personal_models import PersonalModels as PersonalModels
-from fl_lightning.federation.visits.personal_models import personal_models as personal_models
 from fl_lightning.federation.visits.personal_models import recalled_models as recalled_models
 from fl_lightning.federation.visits.visiting import StepOf as StepOf
 from fl_lightning.federation.visits.visiting import Visit as Visit

@@ -21,11 +21,8 @@ from fl_lightning.federation.loop import begin_round_anew
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.start import Calendar, begin, prepare, take_over
-from fl_lightning.federation.visits.personal_models import (
-    PersonalModels,
-    recalled_models,
-)
-from fl_lightning.federation.visits.shard_gradient import refresh_losses
+from fl_lightning.federation.visits.client_visits import refresh_losses
+from fl_lightning.federation.visits.personal_models import PersonalModels, recalled_models
 
 
 @final

@@ -21,7 +21,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -35,6 +36,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from fl_lightning.client.log_collector import shadowed
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder
 
 if TYPE_CHECKING:
@@ -145,10 +147,10 @@ def log_event(board: Any, values: Mapping[str, Any], step: int | None) -> None:
 
 
 class EvaluationLogs:
-    """Reduces what a module logs per epoch over processes, between `start` and `stop`.
+    """Reduces what a module logs per epoch over processes.
 
     Args:
-        module: the module, whose ``log`` and ``log_dict`` are shadowed.
+        module: the module, whose own ``log`` and ``log_dict`` get the values.
         is_shared: True if each process evaluates a part of the examples, False if each evaluates all.
 
     Attributes:
@@ -157,22 +159,17 @@ class EvaluationLogs:
 
     def __init__(self, module: LightningModule, *, is_shared: bool = True) -> None:
         self.batch: Any = None
-        self._is_shared = is_shared
-        self._module = module
-        self._log = module.log
-        self._log_dict = module.log_dict
+        self._module, self._is_shared = module, is_shared
+        self._log, self._log_dict = module.log, module.log_dict
 
-    def start(self) -> EvaluationLogs:
-        """Begin to reduce over processes."""
-        # no ordinary attributes, which are for the module's own parts
-        object.__setattr__(self._module, "log", self.log)
-        object.__setattr__(self._module, "log_dict", self.log_dict)
-        return self
-
-    def stop(self) -> None:
-        """Restore the module's own methods."""
-        vars(self._module).pop("log", None)
-        vars(self._module).pop("log_dict", None)
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Reduces values that are logged inside the block."""
+        with (
+            shadowed(self._module, "log", self.log),
+            shadowed(self._module, "log_dict", self.log_dict),
+        ):
+            yield
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value; the arguments are those of `LightningModule.log`."""
@@ -315,66 +312,43 @@ def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> 
         return
     loggers: list[Any] = trainer.loggers
     for logger in loggers:
-        for kind, show in _HISTOGRAMS.items():
-            if _is_a(logger, kind):
-                show(logger.experiment, name, finite, step)
+        kinds = _kinds(logger)
+        if "TensorBoardLogger" in kinds:
+            logger.experiment.add_histogram(board_tag(name), finite, step)
+        elif "CometLogger" in kinds:
+            logger.experiment.log_histogram_3d(finite.numpy(), name=name, step=step)
+        elif "WandbLogger" in kinds:
+            import wandb  # whose logger is there
+
+            bins = min(64, max(8, len(finite) // 4))
+            counts, edges = np.histogram(finite.numpy(), bins=bins)
+            bars = wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))
+            logger.experiment.log({name: bars})
 
 
 def _show(logger: Any, name: str, figure: Figure, step: int) -> bool:
     """Log a figure; return whether the logger accepts figures."""
-    for kind, show in _PICTURES.items():
-        if _is_a(logger, kind):
-            show(logger, name, figure, step)
-            return True
-    if hasattr(logger, "log_image"):
+    kinds = _kinds(logger)
+    if "TensorBoardLogger" in kinds:
+        logger.experiment.add_figure(board_tag(name), figure, step, close=False)
+    elif "WandbLogger" in kinds:
+        # W&B refuses steps that are behind those of numbers, and a round is a column there
+        logger.log_image(key=name, images=[_pixels(figure)], caption=[f"step {step}"])
+    elif "MLFlowLogger" in kinds:
+        path = f"{_FIGURES}/{_file(name)}_{step}.png"
+        logger.experiment.log_figure(logger.run_id, figure, path)
+    elif "CometLogger" in kinds:
+        logger.experiment.log_figure(figure_name=name, figure=figure, step=step)
+    elif hasattr(logger, "log_image"):
         logger.log_image(key=name, images=[_pixels(figure)], step=step)
-        return True
-    return False
+    else:
+        return False
+    return True
 
 
-def _is_a(logger: Any, kind: str) -> bool:
-    return any(parent.__name__ == kind for parent in type(logger).__mro__)
-
-
-def _on_tensorboard(logger: Any, name: str, figure: Figure, step: int) -> None:
-    logger.experiment.add_figure(board_tag(name), figure, step, close=False)
-
-
-def _on_wandb(logger: Any, name: str, figure: Figure, step: int) -> None:
-    # W&B refuses steps that are behind those of numbers, and a round is a column there
-    logger.log_image(key=name, images=[_pixels(figure)], caption=[f"step {step}"])
-
-
-def _on_mlflow(logger: Any, name: str, figure: Figure, step: int) -> None:
-    logger.experiment.log_figure(logger.run_id, figure, f"{_FIGURES}/{_file(name)}_{step}.png")
-
-
-def _on_comet(logger: Any, name: str, figure: Figure, step: int) -> None:
-    logger.experiment.log_figure(figure_name=name, figure=figure, step=step)
-
-
-def _histogram_on_wandb(experiment: Any, name: str, values: Tensor, step: int) -> None:
-    import wandb  # whose logger is there
-
-    counts, edges = np.histogram(values.numpy(), bins=min(64, max(8, len(values) // 4)))
-    experiment.log({name: wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))})
-
-
-_PICTURES: Mapping[str, Callable[[Any, str, Figure, int], None]] = {
-    "TensorBoardLogger": _on_tensorboard,
-    "WandbLogger": _on_wandb,
-    "MLFlowLogger": _on_mlflow,
-    "CometLogger": _on_comet,
-}
-_HISTOGRAMS: Mapping[str, Callable[[Any, str, Tensor, int], Any]] = {
-    "TensorBoardLogger": lambda board, name, values, step: board.add_histogram(
-        board_tag(name), values, step
-    ),
-    "WandbLogger": _histogram_on_wandb,
-    "CometLogger": lambda comet, name, values, step: comet.log_histogram_3d(
-        values.numpy(), name=name, step=step
-    ),
-}
+def _kinds(logger: Any) -> set[str]:
+    """Return the names of a logger's class and of its bases."""
+    return {kind.__name__ for kind in type(logger).__mro__}
 
 
 def _pixels(figure: Figure) -> npt.NDArray[np.uint8]:

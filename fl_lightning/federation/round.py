@@ -9,6 +9,7 @@ masks that change between rounds and several processes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Protocol
@@ -120,12 +121,12 @@ class Round:
         self.record.skipped[failure.client_id] = located
 
     def step(self) -> None:
-        """Step the server.
+        """Step the server, and close the round.
 
         Raises:
             RoundFailure: if too few clients sent a valid update, or none has trained.
         """
-        record = self.record
+        record, began = self.record, time.perf_counter()
         for client in sorted(record.skipped) if not self.stages.hides_clients else ():
             rank_zero_warn(f"skipped: {record.skipped[client]}")
         if record.finished and self.server.num_replies < self._min_replies:
@@ -146,9 +147,8 @@ class Round:
                 )
             for stage in having["stepped"]:
                 stage.stepped(self.server.model.params)
-        self.memory.commit()  # only now: a checkpoint after an error holds no state ahead of its model
-
-    def close(self) -> None:
-        """Close the round in all stages, after the server step."""
-        for stage in self.stages.having["close"]:
-            stage.close(self.record)
+        # only now: a checkpoint after an error holds no state ahead of its model
+        self.memory.commit()
+        record.seconds += time.perf_counter() - began
+        for stage in having["close"]:
+            stage.close(record)

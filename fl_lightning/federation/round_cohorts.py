@@ -6,17 +6,14 @@ from its first client, with the same result. Each of several processes has its o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
-from fl_lightning.federation.processes.ranks import shares
 
 
 class CohortBatch:
@@ -43,16 +40,6 @@ class CohortBatch:
         return f"CohortBatch({list(self.ids)})"
 
 
-@dataclass(frozen=True)
-class Share:
-    """Part of every cohort that a process trains."""
-
-    # amount of work of every client, e.g. local batches, shape (num_clients,)
-    work: npt.NDArray[np.int64]
-    rank: int  # of this process, in [0, num_ranks)
-    num_ranks: int  # number of processes
-
-
 class RoundCohorts:
     """Iterable over the one batch of a round, its clients; there may be none (Poisson sampling).
 
@@ -60,7 +47,7 @@ class RoundCohorts:
         sampler: draws the cohort.
         population: the clients to draw from.
         seed: root seed of the draws.
-        share: this process's part of every cohort; all of it if None.
+        share: from the ids of a cohort to those that this process trains; all of them if None.
         limit: most clients of a cohort (int), or the fraction of it (float), that train, lowest ids first:
             the Trainer's ``limit_train_batches``.
         fewest: fewest clients of a round; from a smaller cohort no client trains.
@@ -81,8 +68,8 @@ class RoundCohorts:
         >>> cohorts.set_epoch(7)
         >>> len(cohorts), list(cohorts)
         (1, [CohortBatch([2, 3, 4])])
-        >>> second = Share(population.num_examples, rank=1, num_ranks=2)
-        >>> RoundCohorts(UniformCohort(size=3), population, seed=0, share=second).clients(round_index=7)
+        >>> second = RoundCohorts(UniformCohort(size=3), population, seed=0, share=lambda ids: ids[1:2])
+        >>> second.clients(round_index=7)
         CohortBatch([3])
     """
 
@@ -92,7 +79,7 @@ class RoundCohorts:
         population: Population,
         seed: int,
         *,
-        share: Share | None = None,
+        share: Callable[[ClientIds], ClientIds] | None = None,
         limit: float = 1.0,
         fewest: int = 1,
     ) -> None:
@@ -145,7 +132,7 @@ class RoundCohorts:
         if len(ids) < self.fewest:
             ids = ids[:0]
         if self._share is not None:
-            ids = ids[shares(self._share.work[ids], self._share.num_ranks)[self._share.rank]]
+            ids = self._share(ids)
         return CohortBatch(ids.tolist())
 
     def __iter__(self) -> Iterator[CohortBatch]:

@@ -1,4 +1,4 @@
-"""The objects that the parts of a run share, made once when a fit starts."""
+"""The objects that the parts of a run share, made once when a fit starts; and gradients of whole shards."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import math
 from contextlib import suppress
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, help_with_one_example
+from fl_lightning.core.seeds import derive_seed, seed_global_generators
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.files import RunMemory
 from fl_lightning.federation.hooks import NOT_THE_USERS
@@ -20,7 +27,10 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_cohorts import RoundCohorts
 from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.local_counts import local_schedules
-from fl_lightning.federation.visits.shard_gradient import ShardGradient
+from fl_lightning.federation.visits.visiting import visiting
+
+# Factor by which a scale is lowered at which fp16 gradients overflow.
+_LOWER = 16.0
 
 
 class GradientScale:
@@ -49,21 +59,16 @@ class GradientScale:
         """Return the scaler's state, for `restore`."""
         return {} if self._scaler is None else self._scaler.state_dict()
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Set the scaler's state between rounds."""
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state)
-
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a state after a client has trained."""
+        """Set the scaler's state, between clients or rounds."""
         if self._scaler is None:
             return
-        self.load(state)
+        self._scaler.load_state_dict(state)
         # A step that raised left gradients marked as unscaled; before the first step there
         # is nothing to forget, which `update` takes for misuse
         with suppress(AssertionError):
             self._scaler.update(state["scale"])
-            self.load(state)
+            self._scaler.load_state_dict(state)
 
 
 class Run:
@@ -90,7 +95,6 @@ class Run:
         by_step: learning-rate schedules that count local steps; None without one.
         local: the sequential engine.
         scale: scale of fp16 losses.
-        shard_gradient: computes the gradient of a client's whole shard.
     """
 
     def __init__(
@@ -117,7 +121,6 @@ class Run:
         )
         self.step.on_new_layout = self.local.homes.note
         self.scale = GradientScale(getattr(trainer.precision_plugin, "scaler", None))
-        self.shard_gradient = ShardGradient(self.module, self.local, self.step, self.plan)
 
     @property
     def num_rounds(self) -> float:
@@ -129,3 +132,62 @@ class Run:
     def round_index(self) -> int:
         """Index of the current round, from 0."""
         return self.trainer.current_epoch
+
+    def shard_gradient(self, model: GlobalModel, work: ClientWork) -> Tensor:
+        """Return the gradient of a client's whole shard at a model, shape (k,).
+
+            ∇F_i(x) = Σ_b n_b/n ∇f_b(x),    n = Σ_b n_b
+
+        b: the batches of one pass; with the loader's ``drop_last``, full batches only, as in training.
+        Random draws (dropout, augmentation) are keyed by seed, round and client. Afterwards the module
+        holds the model.
+
+        Raises:
+            ClientFailure: if a step raised, or the gradient is not finite.
+        """
+        shard = self.plan.shard(work)
+        self.step.forget_gradients()  # of the last step, which would only take memory
+        with (
+            visiting(self.trainer, logs=self.collector, in_place=True),
+            self.step.counts.of(shard),
+        ):
+            try:
+                return self._finite_gradient(model, shard)
+            except (ClientFailure, ConfigurationError):
+                raise
+            except Exception as error:
+                located = f"in the gradient of its whole shard: {type(error).__name__}: {error}"
+                sizes = [self.collector.batch_size]
+                located += help_with_one_example(error, sizes, work.num_examples)
+                raise ClientFailure(work.client_id, located) from error
+            finally:
+                self.local.restore(model)
+
+    def _finite_gradient(self, model: GlobalModel, shard: ClientWork) -> Tensor:
+        """Return the gradient, with the largest loss scale at which it is finite."""
+        seed = derive_seed(shard.root_seed, "shard gradient", shard.round_index, shard.client_id)
+        scale, num_examples = self.step.scale, sum(shard.sizes)
+        while True:
+            self.local.restore(model)
+            seed_global_generators(seed)
+            self.step.forget_gradients()
+            for index, (batch, size) in enumerate(self.plan.batches(shard)):
+                self.step.backward(batch, size, index, factor=scale * size / num_examples)
+            gradient = _gradient(self.local.space) / scale
+            if bool(gradient.isfinite().all()):
+                return gradient
+            if scale <= 1.0:
+                reason = "the gradient of its whole shard holds NaN or infinite values"
+                raise ClientFailure(shard.client_id, reason)
+            scale = max(1.0, scale / _LOWER)
+
+
+def _gradient(space: Space) -> Tensor:
+    """Return the gradients of a space's parameters, shape (k,); 0 where a parameter has none."""
+    vector = torch.zeros(space.size, dtype=space.dtype, device=space.device)
+    for param, active, view in space.entries(vector):
+        if param.grad is not None:
+            grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+            flat = grad.reshape(-1)
+            view.view(-1).copy_(flat if active is None else flat.index_select(0, active))
+    return vector

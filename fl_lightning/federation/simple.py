@@ -138,7 +138,6 @@ class SimpleFederation:
             self.round.train(cohort.tolist())
             self.round.step()
             self.local.end_round(self.round.server.model)
-            self.round.close()
             record = self.round.record
             record.pooled = self.collector.collect_metrics()
             losses = record.means.by_client("train/loss")

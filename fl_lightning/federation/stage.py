@@ -2,7 +2,7 @@
 
     to clients:    x → down of each stage, in order → training
     to the server: Δ → up of each stage, in order → aggregation
-    at the server: aggregate → on_server of each stage, in reverse order → step → stepped
+    at the server: aggregate → on_server of each stage, in reverse order → step → stepped → close
 
 A stage is one feature, such as a correction, compression or privacy. It overrides methods of `Stage`,
 which do nothing by default, and has its own state, bytes and metrics. Methods are grouped by the side
@@ -17,12 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import isfunction
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.state.round_start import Options as OptimizerOptions
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -49,6 +48,7 @@ _UNKNOWN = Traits(
     },
 )
 _NOTHING: AbstractContextManager[None] = nullcontext()
+Kind = TypeVar("Kind")
 
 
 class Start(NamedTuple):
@@ -193,10 +193,13 @@ class Stage:
         return aggregate
 
     def stepped(self, params: Tensor) -> None:
-        """Called after the server step; may change the new parameters, shape (k,), in place."""
+        """Called after the server step; may change the new parameters, shape (k,), in place.
+
+        An error undoes the step.
+        """
 
     def close(self, record: RoundRecord) -> None:
-        """Called when a round closes, after the server step."""
+        """Called when nothing can undo the server step; new state of the stage takes effect here."""
 
     # On the clients' side, where one trains at a time.
 
@@ -244,26 +247,6 @@ class Learning(Stage):
         Raises:
             ClientFailure: if there is no such state; the client's update is not used then.
         """
-
-
-class Correcting(Learning):
-    """A stage that adds a term to clients' gradients."""
-
-    @abstractmethod
-    def term(self, client: int) -> GradientTerm:
-        """Return the term that a client in slots adds to its gradients in this round."""
-
-
-class KeepsTensors(Stage):
-    """A stage with personal tensors: tensors of the module of which each client has its own values."""
-
-    @abstractmethod
-    def tensors_of(self, client: int) -> Tensor | None:
-        """Return a client's personal tensors, shape (o,); None for those of the global model."""
-
-    @abstractmethod
-    def store(self, client: int, tensors: Tensor) -> None:
-        """Store the personal tensors of a client in slots, whose update is used."""
 
 
 class AroundFit(Stage):
@@ -321,16 +304,13 @@ class Stages(Iterable[Stage]):
 
     Attributes:
         having: stages that override a method, by the method's name.
-        correction: the stage of the run's correction, or None.
-        personal: the stage of the run's personal tensors, or None.
+        around_fit: stages that also act when a fit starts and when an epoch ends.
     """
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = tuple(stages)
         methods = [name for name, value in vars(Stage).items() if isfunction(value)]
         self.having = {m: [s for s in self._stages if overridden(s, m)] for m in methods}
-        self.correction = next((s for s in self._stages if isinstance(s, Correcting)), None)
-        self.personal = next((s for s in self._stages if isinstance(s, KeepsTensors)), None)
         self._learning = [s for s in self._stages if isinstance(s, Learning) and s.learns]
         self.around_fit = [stage for stage in self._stages if isinstance(stage, AroundFit)]
         self.learns = bool(self._learning)
@@ -341,6 +321,10 @@ class Stages(Iterable[Stage]):
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages)
+
+    def first(self, kind: type[Kind]) -> Kind | None:
+        """Return the first stage of a class; None without one."""
+        return next((stage for stage in self._stages if isinstance(stage, kind)), None)
 
     def around(self, stage: Stage) -> tuple[Stages, Stages]:
         """Return the stages before a stage, and those after it."""

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from fl_lightning.core.errors import raise_together
 from fl_lightning.core.processes import keep_freed_memory
 from fl_lightning.core.seeds import Integers, preserve_global_generators
-from fl_lightning.data.cohorts.population import Population
+from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import batches_of_steps, local_work
 from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO
@@ -39,8 +39,8 @@ from fl_lightning.federation.hooks import keep_cohorts_from_hooks
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import DrawsBatches, LocalWork
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.round_cohorts import RoundCohorts, Share
+from fl_lightning.federation.processes.ranks import Ranks, shares
+from fl_lightning.federation.round_cohorts import RoundCohorts
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
 from fl_lightning.federation.stages.asynchrony import ArrivingCohort
@@ -131,11 +131,16 @@ class Calendar:
         if aggregator.protection is not None:
             fewest = max(FEWEST_CLIENTS, (privacy and privacy.min_shares) or 0)
         ranks = trainer.world_size
+
+        def share(ids: ClientIds) -> ClientIds:
+            """Return the part of a cohort that this process trains."""
+            return ids[shares(self.num_batches[ids], ranks)[trainer.global_rank]]
+
         self.cohorts = RoundCohorts(
             cohort,
             Population(sizes),
             options.seed,
-            share=None if ranks == 1 else Share(self.num_batches, trainer.global_rank, ranks),
+            share=None if ranks == 1 else share,
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )

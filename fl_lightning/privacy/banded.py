@@ -103,7 +103,7 @@ class BandedGaussian(Mechanism["BandedMatrixDP"]):
         return self._sums.next(total, noise)
 
     @override
-    def stepped(self) -> None:
+    def commit(self) -> None:
         self._sums.advance()
 
     def state_dict(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Mechanism(Accounted[P]):
         """
         return wide(total + noise)
 
-    def stepped(self) -> None:
+    def commit(self) -> None:
         """Count the released sum as the round's; without this call the round is released anew."""
 
 

@@ -1,12 +1,14 @@
-"""A round of a private run that was interrupted is trained again."""
+"""A round that was interrupted, or whose step was undone, is trained again."""
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 from toys import SaveEverywhere, SaveOnException, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ExampleDP, Federation, LocalDP
+from fl_lightning import ExampleDP, Federation, LocalDP, Scaffold
+from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
+from fl_lightning.federation import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 
@@ -64,3 +66,36 @@ def test_the_last_round_that_a_budget_allows_is_trained_again_when_it_was_interr
         assert torch.equal(weights(resumed.lightning_module), weights(trainer.lightning_module))
         assert [resumed.current_epoch, trainer.current_epoch, ledger.released] == [4, 4, 4]
     assert logged(trainer) <= epsilon
+
+
+class Fails(Stage):
+    """Fails after the server step of a round, which undoes the step."""
+
+    traits = NO_TRAITS
+
+    def __init__(self, round_index):
+        self.round_index = round_index
+
+    def open(self, round_index, model):
+        self._opened = round_index
+
+    def stepped(self, params):
+        if self._opened == self.round_index:
+            raise Stopped
+
+
+def test_a_step_that_is_undone_leaves_no_stage_ahead_of_the_model(tmp_path):
+    """The clients' mean of SCAFFOLD changes only with the model."""
+
+    def corrected(*callbacks, round_index=9, ckpt_path=None):
+        seed_everything(0, verbose=False)
+        options = {"engine": "sequential", "correction": Scaffold(), "local_steps": 2, "seed": 4}
+        federation = Federation(stages=[Fails(round_index)], **options)
+        trainer = toy_trainer(federation, *callbacks, max_epochs=4)
+        trainer.fit(ToyModule(momentum=0.0), datamodule=toy_data(), ckpt_path=ckpt_path)
+        return weights(trainer.lightning_module)
+
+    path = tmp_path / "failed.ckpt"
+    with pytest.raises(Stopped):
+        corrected(SaveOnException(path), round_index=2)
+    assert torch.equal(corrected(ckpt_path=path), corrected())

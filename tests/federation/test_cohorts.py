@@ -17,7 +17,7 @@ from fl_lightning.data import (
     PowerOfChoiceCohort,
     Stretches,
 )
-from fl_lightning.federation.visits.shard_gradient import measured_losses
+from fl_lightning.federation.visits.client_visits import measured_losses
 
 
 def run(cohort, *callbacks, ckpt_path=None, max_epochs=4, module=None, **options):

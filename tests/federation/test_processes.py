@@ -635,7 +635,8 @@ def test_processes_started_from_outside_all_know_everything(tmp_path):
 
 def test_every_client_is_in_one_share():
     from fl_lightning.data.cohorts.population import Population
-    from fl_lightning.federation.round_cohorts import RoundCohorts, Share
+    from fl_lightning.federation.processes.ranks import shares as divided
+    from fl_lightning.federation.round_cohorts import RoundCohorts
 
     work = np.arange(1, 31)
     for num_ranks in (1, 2, 3, 7):
@@ -644,7 +645,7 @@ def test_every_client_is_in_one_share():
                 PoissonCohort(fraction=0.3),
                 Population(work),
                 seed=0,
-                share=Share(work, rank, num_ranks),
+                share=lambda ids, rank=rank, num=num_ranks: ids[divided(work[ids], num)[rank]],
             )
             for rank in range(num_ranks)
         ]

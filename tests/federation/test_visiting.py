@@ -22,8 +22,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.metrics import metrics_of
 from fl_lightning.federation.hooks import NOT_THE_USERS
-from fl_lightning.federation.visits.client_visits import evaluate_clients
-from fl_lightning.federation.visits.shard_gradient import measured_losses
+from fl_lightning.federation.visits.client_visits import evaluate_clients, measured_losses
 from fl_lightning.federation.visits.visiting import visiting
 
 ROWS = {row.name: row for row in TABLE if row.refused is None}

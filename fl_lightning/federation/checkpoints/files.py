@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -193,13 +193,9 @@ def _is_running(process: int) -> bool:
         return True
 
 
-class Waiting(NamedTuple):
-    """A new client state, which takes effect when the server has stepped."""
-
-    name: str  # name of the state, such as "correction"
-    client: int  # id of the client
-    size: int  # number of entries
-    dtype: torch.dtype  # type of the entries
+# New client states, which take effect when the server has stepped: by name of the state, such as
+# "correction", and id of the client, the number of entries and their type
+Waiting = Mapping[tuple[str, int], tuple[int, torch.dtype]]
 
 
 class RunMemory:
@@ -217,12 +213,12 @@ class RunMemory:
         parent = Path(tempfile.gettempdir() if "://" in root else root)
         self.clients = ClientMemory(ram_bytes, WorkingFolder(parent))
 
-    def waiting(self) -> list[Waiting]:
-        """Return the descriptions of this process's new client states."""
+    def waiting(self) -> Waiting:
+        """Return the sizes and types of this process's new client states."""
         vectors = self.clients.waiting().items()
-        return [Waiting(*key, vector.numel(), vector.dtype) for key, vector in vectors]
+        return {key: (vector.numel(), vector.dtype) for key, vector in vectors}
 
-    def share(self, waiting: Sequence[Sequence[Waiting]], device: torch.device) -> None:
+    def share(self, waiting: Sequence[Waiting], device: torch.device) -> None:
         """Share the new client states of this round among all processes.
 
         To be called by all of them. The vectors are sent one after the other, so that no process holds all
@@ -233,15 +229,14 @@ class RunMemory:
             device: device of the vectors that are sent.
         """
         own = self.clients.waiting()
-        for rank, name, client, size, dtype in (
-            (rank, *each) for rank, all_of_it in enumerate(waiting) for each in all_of_it
-        ):
-            if rank == self._ranks.rank:
-                self._ranks.broadcast(own[name, client].to(device), source=rank)
-                continue
-            vector = torch.empty(size, dtype=dtype, device=device)
-            self._ranks.broadcast(vector, source=rank)
-            self.clients.put(name, client, vector)
+        for rank, states in enumerate(waiting):
+            for key, (size, dtype) in states.items():
+                if rank == self._ranks.rank:
+                    self._ranks.broadcast(own[key].to(device), source=rank)
+                    continue
+                vector = torch.empty(size, dtype=dtype, device=device)
+                self._ranks.broadcast(vector, source=rank)
+                self.clients.put(*key, vector)
 
     def files_of_checkpoint(self) -> Sequence[VectorFile]:
         """Return the files to which the last `state_dict` refers."""

@@ -23,6 +23,7 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import LocalTraining, Missing, Stages, Start, Upload
+from fl_lightning.federation.stages.personaliser import Personaliser
 
 
 class FitClients:
@@ -145,7 +146,7 @@ class FitClients:
         self, work: ClientWork, model: GlobalModel, *, is_corrected: bool = True
     ) -> TrainedClient:
         """Train a client sequentially, without a trace but in the module and its metrics."""
-        personal = self._stages.personal
+        personal = self._stages.first(Personaliser)
         own = None if personal is None else personal.tensors_of(work.client_id)
         own_start = self.local.personal_start if own is None else own
         training = LocalTraining(work, Start(model, model), counts=False, is_corrected=is_corrected)

@@ -39,6 +39,8 @@ from fl_lightning.federation.clients.one_by_one import without_buffers
 from fl_lightning.federation.clients.spot_check import FULL_PRECISIONS, SpotCheck
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload
+from fl_lightning.federation.stages.corrector import Corrector
+from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context
 from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.visiting import batch_preparation, has_batch_hooks, takes_index
@@ -197,8 +199,9 @@ class InSlots:
         stages = self._stages
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable} if stages.learns else {}
-        check, personal = self._spot_check, stages.personal
-        term = None if stages.correction is None else stages.correction.term
+        check, personal = self._spot_check, stages.first(Personaliser)
+        correction = stages.first(Corrector)
+        term = None if correction is None else correction.term
         own = None if personal is None else personal.tensors_of
         check.begin(stackable)
         again: list[int] = []

@@ -39,7 +39,7 @@ class Report:
     logged: list[tuple[str, str, str]]
     metric_states: dict[str, Any]  # the states of those objects by path
     prog_bar: set[str]  # names of values that are shown in the progress bar
-    memories: list[Waiting]  # new client states of this round
+    memories: Waiting  # new client states of this round
     stops: bool  # whether it was asked to stop after this round
 
 

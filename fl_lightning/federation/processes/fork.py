@@ -29,7 +29,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ class ForkLauncher:
                 _let_signals(signal.SIG_UNBLOCK)
                 result = function(*args, **kwargs)
                 if local_rank == 0:
-                    TrainerOutcome.of(trainer, result).save(folder / "outcome")
+                    torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
                     _end_runs(trainer)
             except BaseException as error:
                 _write_error(error, note)
@@ -329,8 +329,8 @@ class TrainerOutcome:
     metrics: dict[str, Tensor]  # the Trainer's ``callback_metrics``
     new: set[str]  # names of the metrics of the last round
     progress: dict[str, Any]  # counters of rounds
-    # states of callbacks by Lightning's key, after a fit; of one without, the error as a text
-    callbacks: dict[str, dict[str, Any] | str]
+    # pickled states of callbacks by Lightning's key, after a fit; of one without, the error as a text
+    callbacks: dict[str, bytes | str]
     spent: Spent  # privacy cost of the module's fits
 
     @classmethod
@@ -345,19 +345,9 @@ class TrainerOutcome:
             metrics=dict(trainer.callback_metrics),
             new=set(logged_in_round(trainer)),
             progress=progress(trainer),
-            callbacks={c.state_key: _or_error(c.state_dict) for c in callbacks} if fitted else {},
+            callbacks={c.state_key: _or_error(partial(_pickled, c)) for c in callbacks if fitted},
             spent=spent_on(trainer.lightning_module),
         )
-
-    def save(self, path: Path) -> None:
-        """Save the outcome, without states of callbacks that cannot be pickled."""
-        try:
-            torch.save(self, path)
-        except Exception:  # noqa: BLE001 - whatever a user's object does when it is pickled
-            states = {
-                key: _or_error(partial(_pickled, state)) for key, state in self.callbacks.items()
-            }
-            torch.save(replace(self, callbacks=states), path)
 
     def bring_into(self, trainer: Trainer) -> Any:
         """Load the outcome into the parent's Trainer and return the result."""
@@ -367,17 +357,16 @@ class TrainerOutcome:
         trainer.state = self.state
         add_metrics(trainer, self.metrics, self.new)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if state := self.callbacks.get(callback.state_key):
-                failure = (
-                    state if isinstance(state, str) else _or_error(partial(_load, callback, state))
+            failure = state = self.callbacks.get(callback.state_key)
+            if isinstance(state, bytes):
+                failure = _or_error(partial(_load, callback, state))
+            if failure:
+                warnings.warn(
+                    f"the state of the callback {type(callback).__name__} after the fit has not come back from "
+                    f"the process that trained ({failure}): state_dict must be picklable, and load_state_dict "
+                    "work where neither setup nor on_fit_start has run",
+                    stacklevel=2,
                 )
-                if failure:
-                    warnings.warn(
-                        f"the state of the callback {type(callback).__name__} after the fit has not come back from "
-                        f"the process that trained ({failure}): state_dict must be picklable, and load_state_dict "
-                        "work where neither setup nor on_fit_start has run",
-                        stacklevel=2,
-                    )
         if self.spent.delta:
             note_spent(trainer.lightning_module, lambda: self.spent)
         return self.result
@@ -391,13 +380,16 @@ def _or_error(call: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def _pickled(state: Any) -> Any:
-    """Return a state, if it can be pickled."""
-    torch.save(state, io.BytesIO())
-    return state
+def _pickled(callback: Callback) -> bytes:
+    file = io.BytesIO()
+    torch.save(callback.state_dict(), file)
+    return file.getvalue()
 
 
-def _load(callback: Callback, state: dict[str, Any]) -> None:
+def _load(callback: Callback, pickled: bytes) -> None:
+    state = torch.load(io.BytesIO(pickled), weights_only=False)
+    if not state:
+        return
     if isinstance(callback, ModelCheckpoint):
         callback.dirpath = state["dirpath"]  # else it is warned of another run's files
     callback.load_state_dict(state)

@@ -52,7 +52,7 @@ class FederatedStrategy(DDPStrategy):
     _fork: ForkLauncher | None = None
     _logs: EvaluationLogs | None = None
     _evaluates_all = False
-    _apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    _evaluating: contextlib.ExitStack | None = None  # closed when an evaluation ends
 
     @property
     @override
@@ -128,20 +128,18 @@ class FederatedStrategy(DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Begin to reduce the values that the module logs."""
-        assert self.lightning_module is not None
-        self._logs = EvaluationLogs(
-            self.lightning_module, is_shared=not self._evaluates_all
-        ).start()
+        self.on_validation_end()  # of an evaluation that failed
+        module, self._evaluating = self.lightning_module, contextlib.ExitStack()
+        assert module is not None
+        self._logs = EvaluationLogs(module, is_shared=not self._evaluates_all)
+        self._evaluating.enter_context(self._logs.listening())
         if self._evaluates_all:  # exchanged states would count each example once per process
-            self._apart = kept_apart(metrics_of(self.lightning_module))
-            self._apart.__enter__()
+            self._evaluating.enter_context(kept_apart(metrics_of(module)))
 
     def on_validation_end(self) -> None:
         """Restore the module's own logging."""
-        self._apart.__exit__(None, None, None)
-        self._apart = contextlib.nullcontext()
-        if self._logs is not None:
-            self._logs.stop()
+        if self._evaluating is not None:
+            self._evaluating.close()
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 

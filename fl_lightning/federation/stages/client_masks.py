@@ -4,7 +4,7 @@ Masks come from a callback of the Trainer. With adapters, the server may change 
 
     down:     client i starts from the first r_i rows of A and columns of B; the rest is 0, and stays 0, as
               the gradient of either is a product with the other
-    stepped:  W ← W + the aggregator's change of each layer
+    close:    W ← W + the aggregator's change of each layer
 
     Entries that are 0 are neither sent nor counted.
 """
@@ -29,6 +29,7 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.options import Options
+from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import LocalTraining, Stage, Start, Upload
 from fl_lightning.server.adapters import AdapterAggregator, Pair
@@ -205,7 +206,7 @@ class AdapterRounds(Stage):
         num_bytes = upload.num_bytes + bytes_up(arrived) - bytes_up(whole)
         return (upload._replace(arrived=arrived, num_bytes=num_bytes),)
 
-    def stepped(self, params: Tensor) -> None:
+    def close(self, record: RoundRecord) -> None:
         """Change the frozen weights of the layers."""
         changes = zip(self._layers, self._aggregator.take_changes(), strict=False)
         for (name, layer), change in changes:

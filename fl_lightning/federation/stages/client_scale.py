@@ -53,7 +53,7 @@ class ClientScale(Stage):
     def close(self, record: RoundRecord) -> None:
         """Set the scale to the lowest one of the round."""
         if self._lowest is not None:
-            self._scale.load(self._lowest)
+            self._scale.restore(self._lowest)
             self._lowest = None
 
 

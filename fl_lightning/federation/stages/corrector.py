@@ -27,7 +27,7 @@ from fl_lightning.federation.checks.fit import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import (
-    Correcting,
+    Learning,
     LocalTraining,
     SpansNetwork,
     Stage,
@@ -41,7 +41,7 @@ from fl_lightning.server.server import added_up
 _NAME = "correction"
 
 
-class Corrector(Correcting, SpansNetwork):
+class Corrector(Learning, SpansNetwork):
     """Holds what a correction needs between rounds.
 
     With ``exact`` sums are bit-identical over any number of processes; it is lossy where what arrives of an
@@ -70,11 +70,7 @@ class Corrector(Correcting, SpansNetwork):
         self._memory, self._num_clients = run.memory.clients, len(run.data.clients)
         self._step, self._local, self._plan = run.step, run.local, run.plan
         self._ranks = run.ranks
-        self._gradient, self._collector, self._module = (
-            run.shard_gradient,
-            run.collector,
-            run.module,
-        )
+        self._run, self._collector, self._module = run, run.collector, run.module
         self._solver = LocalSolver(*run.optimizers, pull=self.correction.pull)
 
     def open(self, round_index: int, model: GlobalModel) -> None:
@@ -150,7 +146,7 @@ class Corrector(Correcting, SpansNetwork):
 
         def gradient() -> Tensor:
             with self._collector.listening_to(self._module):
-                return self._gradient(start.model, work)
+                return self._run.shard_gradient(start.model, work)
 
         def travel() -> Tensor | float:
             self._local.check_one_rate()
@@ -239,7 +235,7 @@ class Corrector(Correcting, SpansNetwork):
         """Return the corrected descent direction of the server; to be called after `before_step`."""
         return self.correction.pseudo_gradient(aggregate, self._next)
 
-    def stepped(self, params: Tensor) -> None:
+    def close(self, record: RoundRecord) -> None:
         """Replace the mean of clients' states by that of this round."""
         self._mean = self._next
 

@@ -20,7 +20,7 @@ from fl_lightning.client.devices import Fleet
 from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Correcting, KeepsTensors, Stage, Stages
+from fl_lightning.federation.stage import Stage, Stages
 from fl_lightning.federation.stages.asynchrony import Arrivals, StaleUpdates, Versions
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import AdapterRounds, MaskedClients, client_masks
@@ -117,7 +117,7 @@ def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
                 "another"
             )
         taken.add(stage.key)
-        if isinstance(stage, (Correcting, KeepsTensors)):
+        if isinstance(stage, (Corrector, Personaliser)):
             raise ConfigurationError(
                 f"federation.stages {name} is of a kind that is for the block's corrections and "
                 "personal models: derive from Correction or Personalisation for that"

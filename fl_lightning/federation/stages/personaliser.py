@@ -24,7 +24,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checks.fit import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import KeepsTensors, LocalTraining, check_same, kind_of
+from fl_lightning.federation.stage import LocalTraining, Stage, check_same, kind_of
 from fl_lightning.federation.visits.personal_models import MEMORY, MIXTURE
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
@@ -32,7 +32,7 @@ _PURPOSE = "own epochs"
 Masks = Mapping[str, Tensor]
 
 
-class Personaliser(KeepsTensors):
+class Personaliser(Stage):
     """Loads clients' personal tensors into the module, trains and stores them.
 
     Attributes:

@@ -191,13 +191,10 @@ class PrivateRounds(PrivateStage):
         self._facts["privacy/noisy_clip_fraction"] = 1 - share
         self._next_norm = adaptive.next_norm(self._clip_norm, share)
 
-    def stepped(self, params: Tensor) -> None:
-        """Set the clip norm of the next round; noise that later rounds subtract is that of this one."""
-        self.mechanism.stepped()
-        self._clip_norm = self._next_norm
-
     def close(self, record: RoundRecord) -> None:
-        """Record the privacy spent in a round; drop numbers that no noise protects."""
+        """Set the next clip norm and the noise that later rounds subtract; record the privacy spent."""
+        self.mechanism.commit()
+        self._clip_norm = self._next_norm
         self.note(record, self._facts)
 
     @override

@@ -1,10 +1,20 @@
-"""Evaluation per client: metrics that a module logs on each client's examples.
+"""Evaluation per client: metrics on each client's examples, and losses on its shard.
 
-A client's model is evaluated on examples that the client held out, or on the common test set.
+A client's model is evaluated on examples that the client held out, or on the common test set: the metrics
+are what the module logs.
+
+Clients' losses on the current global model are for cohorts that are chosen by loss:
+
+    F_k(x) = Σ_b n_b loss(x; b) / Σ_b n_b            over the batches b of client k's shard
+
+The loss is that of ``training_step``, with the module in eval mode and, if the data set supports it,
+without augmentation. Personal layers are those of the client. Each of several processes measures its
+share of the clients.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,47 +30,25 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.client.local_step import SizedBatch
+from fl_lightning.client.local_step import SizedBatch, loss_of
+from fl_lightning.client.log_collector import weighted_mean
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metrics import PER_EXAMPLE, metrics_of
-from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.core.seeds import derive_seed, numpy_generator, seed_global_generators
+from fl_lightning.data.cohorts.cohort import Cohort
+from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_cohorts import limited
+from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
 
+# From a client to a context in which the module holds the client's model.
+ModelOfClient = Callable[[int], AbstractContextManager[None]]
 # Prefix of the metrics of clients' personal models.
 PERSONAL = "personal/"
-
-
-def evaluated_clients(
-    trainer: Trainer,
-    data: FederatedDataModule,
-    stage: StepOf,
-    clients: npt.NDArray[np.int64],
-    models: PersonalModels | None,
-    examples: ClientExamples | None = None,
-) -> dict[int, dict[str, Tensor]]:
-    """Return metrics by client, of the model in the module and of clients' personal models.
-
-    Args:
-        trainer: the Trainer of the module; each of several processes evaluates its share of the clients.
-        data: the data module with the clients.
-        stage: ``validation`` or ``test``.
-        clients: ids of the clients.
-        models: personal models, whose metrics' names begin with ``personal/``; None without any.
-        examples: the examples; if None, those that clients hold out for the stage. On common examples only
-            personal models are evaluated.
-    """
-    found = dict[int, dict[str, Tensor]]()
-    if examples is None or not examples.are_common:
-        found = evaluate_clients(trainer, data, stage, clients, examples=examples)
-    if models is not None:
-        own = evaluate_clients(trainer, data, stage, clients, having=models.of, examples=examples)
-        for client, metrics in own.items():
-            named = {f"{PERSONAL}{name}": value for name, value in metrics.items()}
-            found[client] = found.get(client, {}) | named
-    return found
 
 
 @torch.no_grad()
@@ -69,12 +57,13 @@ def evaluate_clients(
     data: FederatedDataModule,
     stage: StepOf,
     clients: npt.NDArray[np.int64] | None = None,
-    having: Callable[[int], AbstractContextManager[None]] | None = None,
     examples: ClientExamples | None = None,
     *,
+    having: ModelOfClient | None = None,
+    models: PersonalModels | None = None,
     is_shared: bool = True,
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the metrics that the module logs on each client's examples, on the CPU.
+    """Return the metrics that the module logs on each client's examples, on the CPU, by client.
 
     Torchmetrics objects are reset for every client, and restored in the end. A client is left out, with a
     warning, if step or metric fails on a last batch of one example.
@@ -84,24 +73,32 @@ def evaluate_clients(
         data: the data module with the clients.
         stage: ``validation`` or ``test``.
         clients: ids of the clients, all if None; clients without examples are left out.
-        having: makes a context in which the module holds a client's model; None for the model of the module.
         examples: the examples; if None, those that clients hold out for the stage.
+        having: makes a context in which the module holds a client's model; None for the model of the module.
+        models: personal models, evaluated as well; their metrics' names begin with ``personal/``. On common
+            examples only they are evaluated.
         is_shared: whether each process evaluates its share of the clients; if not, it evaluates all.
     """
     examples = examples or held_out_examples(data, stage)
     ids = (examples.clients if clients is None else clients).tolist()
+    ids = ids[trainer.global_rank :: trainer.world_size] if is_shared else ids
+    kinds = [] if models is not None and examples.are_common else [("", having)]
+    if models is not None:
+        kinds.append((PERSONAL, models.of))
     metrics = metrics_of(trainer.lightning_module)
-    values = {}
-    # clients' examples are no part of the module's own validation
-    with visiting(trainer, stage, mode="eval") as visit:
-        for client in ids[trainer.global_rank :: trainer.world_size] if is_shared else ids:
-            for metric in metrics:  # of the global set, of the client before, logged or not
-                metric.reset()
-            with nullcontext() if having is None else having(client):
-                logged = _logged(visit, examples.batches(client), client)
-            if logged:
-                values[client] = logged
-    return values
+    found = dict[int, dict[str, Tensor]]()
+    for prefix, model_of in kinds:
+        # clients' examples are no part of the module's own validation
+        with visiting(trainer, stage, mode="eval") as visit:
+            for client in ids:
+                for metric in metrics:  # of the global set, of the client before, logged or not
+                    metric.reset()
+                with nullcontext() if model_of is None else model_of(client):
+                    logged = _logged(visit, examples.batches(client), client)
+                if logged:
+                    named = {f"{prefix}{name}": value for name, value in logged.items()}
+                    found[client] = found.get(client, {}) | named
+    return found
 
 
 def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[str, Tensor]:
@@ -205,3 +202,70 @@ def chosen_clients(
     if len(clients) <= most:
         return clients
     return np.sort(numpy_generator(data.seed, "evaluated").choice(clients, most, replace=False))
+
+
+def refresh_losses(
+    trainer: Trainer,
+    cohort: Cohort,
+    population: Population,
+    seed: int,
+    having: ModelOfClient | None = None,
+) -> None:
+    """Measure the losses of a cohort's candidates and store them in the population.
+
+    To be called by all processes before the cohort is drawn, with the global model in the module;
+    ``having`` as in `measured_losses`.
+    """
+    clients = cohort.candidates(trainer.current_epoch, population, seed)
+    if not len(clients):
+        return
+    ranks = Ranks(trainer)
+    share = clients[ranks.rank :: ranks.size]
+    own = measured_losses(trainer, share, cohort.loss_batches, seed, having)
+    for losses in ranks.gather(own):
+        population.losses[list(losses)] = list(losses.values())
+
+
+@torch.no_grad()
+def measured_losses(
+    trainer: Trainer,
+    clients: ClientIds,
+    max_batches: int | None,
+    seed: int,
+    having: ModelOfClient | None = None,
+) -> dict[int, float]:
+    """Return clients' mean losses with the module's model, without clients that have no example.
+
+    Args:
+        trainer: the Trainer of the module.
+        clients: ids of the clients.
+        max_batches: most batches of each client; None for all.
+        seed: seed of draws in training steps.
+        having: makes a context in which the module holds a client's personal layers; None without any.
+    """
+    if not len(clients):
+        return {}
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    found = {}
+    with visiting(trainer, mode="eval") as visit:
+        for client in clients.tolist():
+            seed_global_generators(derive_seed(seed, "fresh loss", trainer.current_epoch, client))
+            order, most = data.clients[client], max_batches or sys.maxsize
+            sizes = [len(part) for part in order.split(data.batch_size)[:most] if len(part)]
+            work = ClientWork(client, len(order), order[: sum(sizes)], sizes, trainer.current_epoch)
+            batches = ((data.evaluation_batch(part), len(part)) for part in work.batches if sizes)
+            with nullcontext() if having is None else having(client), counted(trainer, work):
+                loss = _mean_loss(visit, batches)
+            if loss is not None:
+                found[client] = loss
+    return found
+
+
+def _mean_loss(visit: Visit, batches: Iterator[SizedBatch]) -> float | None:
+    losses, sizes = [], []
+    for output in visit.steps(batches):
+        loss = loss_of(output)
+        if loss is not None:
+            losses.append(loss)
+            sizes.append(visit.size)
+    return float(weighted_mean(losses, sizes)) if losses else None

@@ -110,8 +110,9 @@ class LightningStep:
         self.counts.step, self.counts.is_in_step = index, True
         try:
             if self.examples is not None:
-                return self._private(self.examples, batches[0], index)
-            if self._is_by_hand:
+                loss = self._gradients(batches[0], index)
+                self._optimizer.step()  # also without a loss
+            elif self._is_by_hand:
                 loss = self._by_hand(batches[0], index)
             elif not self.is_lean:
                 loss = self._full(batches, index)
@@ -131,26 +132,30 @@ class LightningStep:
             self.counts.is_in_step = False
 
     def _gradients(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
-        """Compute a lean step's gradients and return its loss, detached; None if it is skipped."""
-        for param in self._params:  # `Optimizer.zero_grad` has a profiling hook of 20 µs
-            param.grad = None
+        """Compute a lean step's gradients and return its loss, detached.
+
+        The loss is None if the step is skipped, or if it is private.
+        """
+        self.forget_gradients()
         self._ended.clear()  # an optimizer may evaluate the loss several times
-        batch = self._prepared(*sized_batch, index)
-        with nullcontext() if self._faster is None else self._faster.forwards():
-            loss = self._loss(batch, index)
-        if loss is None:
-            return None
-        loss.backward()
+        if self.examples is not None:  # also of an empty batch
+            batch, size = sized_batch
+            batch = self._prepared(batch, size, index) if size else None
+            loss = self.examples(batch, size, index)
+        else:
+            batch = self._prepared(*sized_batch, index)
+            with nullcontext() if self._faster is None else self._faster.forwards():
+                loss = self._loss(batch, index)
+            if loss is None:
+                return None
+            loss.backward()
+            loss = loss.detach()
         if self.term is not None:
             self.term.add()
         if bound := self.trainer.gradient_clip_val:
-            self._clip(bound)
-        return loss.detach()
-
-    def _clip(self, bound: float) -> None:
-        """Clip the gradients by the Trainer's ``gradient_clip_algorithm``."""
-        how = GradClipAlgorithmType(self.trainer.gradient_clip_algorithm or "norm")
-        self._precision.clip_gradients(self._optimizer, bound, how)
+            how = GradClipAlgorithmType(self.trainer.gradient_clip_algorithm or "norm")
+            self._precision.clip_gradients(self._optimizer, bound, how)
+        return loss
 
     def _by_hand(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
         """Call ``training_step``, which steps the optimizers itself."""
@@ -171,27 +176,13 @@ class LightningStep:
             self._term_by_hand = TermByHand(self.trainer, self.term, lambda: self.scale)
         return self._term_by_hand.at_work()
 
-    def _private(
-        self, examples: PrivateGradients, sized_batch: SizedBatch, index: int
-    ) -> Tensor | None:
-        """Step on a private gradient, also for an empty batch."""
-        self.forget_gradients()
-        batch, size = sized_batch
-        loss = examples(self._prepared(batch, size, index) if size else None, size, index)
-        if self.term is not None:
-            self.term.add()
-        if bound := self.trainer.gradient_clip_val:
-            self._clip(bound)
-        self._optimizer.step()
-        return loss
-
     def loss(self, batch: Any, index: int) -> Tensor | None:
         """Return the training step's loss on a prepared batch."""
         return loss_of(self._output(batch, index))
 
     def forget_gradients(self) -> None:
         """Set all gradients to None."""
-        for param in self._params:
+        for param in self._params:  # `Optimizer.zero_grad` has a profiling hook of 20 µs
             param.grad = None
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -89,22 +90,6 @@ class PersonalModels:
         return own if mixture is None else torch.lerp(self._own.read(), own, float(mixture))
 
 
-@runtime_checkable
-class HasPersonalModels(Protocol):
-    """A callback that may have personal models."""
-
-    def personal_models(self, trainer: Trainer) -> PersonalModels | None:
-        """Return the personal models; None without any."""
-
-
-def personal_models(trainer: Trainer) -> PersonalModels | None:
-    """Return the personal models of a Trainer's callbacks; None without any."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, HasPersonalModels):
-            return callback.personal_models(trainer)
-    return None
-
-
 def recalled_models(
     trainer: Trainer,
     personal: Personalisation | None,
@@ -124,9 +109,8 @@ def recalled_models(
     """
     if personal is None:
         return None
-    module, steps, tune = trainer.lightning_module, personal.tuning_steps, None
-    if steps:
-        tune = FineTuning(trainer, trainer.datamodule, steps, seed)  # type: ignore[attr-defined]
+    steps = personal.tuning_steps
+    tune = partial(fine_tune, trainer, steps, seed) if steps else None
     if saved and trainer.ckpt_path is None and in_files(saved["memory"]):
         rank_zero_info(
             "personal models are too large to be brought home from the fit's processes: "
@@ -138,55 +122,48 @@ def recalled_models(
         memory = saved_memory(saved["memory"], trainer.ckpt_path)
     else:
         names, memory = fitted or ([], ClientMemory())
-    return PersonalModels(module, names, memory, tune) if names or tune else None
+    return PersonalModels(trainer.lightning_module, names, memory, tune) if names or tune else None
 
 
 _PURPOSE = "fine-tuning"
 
 
-class FineTuning:
-    """Fine-tunes the module on a client's examples; draws depend on seed and client alone.
+def fine_tune(trainer: Trainer, num_steps: int, seed: int, client: int) -> None:
+    """Fine-tune the module on a client's examples, in place; draws depend on seed and client alone.
+
+    A client without examples changes nothing.
 
     Args:
-        trainer: a Trainer, with its module on its device.
-        data: the data module with clients' training examples.
-        num_steps: local steps per client, ≥ 1.
+        trainer: a Trainer, with its module on its device and clients' training examples.
+        num_steps: local steps, ≥ 1.
         seed: root seed of the draws.
+        client: id of the client.
     """
-
-    def __init__(
-        self, trainer: Trainer, data: FederatedDataModule, num_steps: int, seed: int
-    ) -> None:
-        self._trainer, self._data = trainer, data
-        self._num_steps, self._seed = num_steps, seed
-
-    def __call__(self, client: int) -> None:
-        """Fine-tune the module in place; a client without examples changes nothing."""
-        shard = self._data.clients[client]
-        if not len(shard):
-            return
-        order, sizes = local_order(
-            shard,
-            self._data.batch_size,
-            lambda: torch_generator(self._seed, f"{_PURPOSE} order", client),
-            num_batches=self._num_steps,
-            drop_last=self._data.drop_last,
-            weights=self._data.draw_weights,
-        )
-        round_index = self._trainer.current_epoch
-        work = ClientWork(client, len(shard), order, sizes, round_index, self._seed)
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            visiting(self._trainer, mode="train", in_place=True) as visit,
-            counted(self._trainer, work),
-        ):
-            seed_global_generators(derive_seed(self._seed, _PURPOSE, client))
-            optimizer = made_optimizer(self._trainer.lightning_module)
-            step = PlainStep(SimpleNamespace(training_step=visit.step), optimizer, visit.logs)
-            for index, indices in enumerate(work.batches):
-                batch = visit.prepared(self._data.train_batch(indices))
-                step([(batch, len(indices))], index)
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    shard = data.clients[client]
+    if not len(shard):
+        return
+    order, sizes = local_order(
+        shard,
+        data.batch_size,
+        lambda: torch_generator(seed, f"{_PURPOSE} order", client),
+        num_batches=num_steps,
+        drop_last=data.drop_last,
+        weights=data.draw_weights,
+    )
+    work = ClientWork(client, len(shard), order, sizes, trainer.current_epoch, seed)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        visiting(trainer, mode="train", in_place=True) as visit,
+        counted(trainer, work),
+    ):
+        seed_global_generators(derive_seed(seed, _PURPOSE, client))
+        optimizer = made_optimizer(trainer.lightning_module)
+        step = PlainStep(SimpleNamespace(training_step=visit.step), optimizer, visit.logs)
+        for index, indices in enumerate(work.batches):
+            batch = visit.prepared(data.train_batch(indices))
+            step([(batch, len(indices))], index)
 
 
 def made_optimizer(module: LightningModule) -> Optimizer:

@@ -32,7 +32,7 @@ from fl_lightning.federation import (
     StepOf,
     Transport,
     Upload,
-    evaluated_clients,
+    evaluate_clients,
 )
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import (
@@ -280,7 +280,8 @@ def evaluated(
     """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     stage: StepOf = "test" if order.options.get("stage") == "test" else "validation"
-    found = evaluated_clients(trainer, data, stage, np.array(order.clients, np.int64), models)
+    clients = np.array(order.clients, np.int64)
+    found = evaluate_clients(trainer, data, stage, clients, models=models)
 
     def leaving(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in metrics.items() if allows(name)}
