@@ -210,7 +210,7 @@ class FederatedCLI(LightningCLI):
             self._choose_processes(options, federation)
         if self._is_dry:
             options["callbacks"].insert(1, DryRun(options, federation, self.datamodule))
-        options["callbacks"] += self._companions(
+        options["callbacks"] += self._standard_callbacks(
             given, options, is_federated=federation is not None
         )
         trainer = built_trainer(partial(super().instantiate_trainer, **kwargs), options)
@@ -233,7 +233,7 @@ class FederatedCLI(LightningCLI):
                 callback.dirpath = None
         return [c for c in given if isinstance(c, ModelCheckpoint) or not isinstance(c, Checkpoint)]
 
-    def _companions(
+    def _standard_callbacks(
         self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
     ) -> list[Callback]:
         """Return the callbacks of every run, except those that the configuration has already."""

@@ -13,6 +13,7 @@ from typing import Any, final
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.checkpoints.state import load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
@@ -65,7 +66,17 @@ class Federation(Options, Callback):
         self.handed.append(stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace batches by the clients of a round in the fit loop."""
+        """Replace batches by the clients of a round in the fit loop.
+
+        Raises:
+            ConfigurationError: if the Trainer has another Federation.
+        """
+        num_federations = sum(isinstance(each, Federation) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        if num_federations > 1:
+            raise ConfigurationError(
+                f"trainer.callbacks: a Trainer has one Federation at most, got {num_federations}: give all "
+                "options to one"
+            )
         if stage == "fit":
             self._cleanup, self._saved = ExitStack(), None  # a checkpoint is loaded after this
             self._cleanup.callback(self.handed.clear)
@@ -143,3 +154,7 @@ class Federation(Options, Callback):
         if self.rounds is not None:
             fitted = self.rounds.run.local.personal.names, self.rounds.memory.clients
         return recalled_models(trainer, self.personal, self.seed, fitted, self._saved or {})
+
+
+# Lightning takes it for the method of `Callback`, and leaves a second Federation to `Federation.setup`
+Federation.state_dict.__wrapped__ = Callback.state_dict  # type: ignore[attr-defined]

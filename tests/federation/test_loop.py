@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.loops.optimization import automatic
 from toys import ToyModule, toy_data, toy_trainer
 
-from fl_lightning import Federation
+from fl_lightning import ConfigurationError, Federation
 from fl_lightning.federation import loop
 
 
@@ -38,3 +38,10 @@ def test_a_moved_seam_is_found_at_installation():
     trainer.fit_loop.epoch_loop.automatic_optimization = object()
     with pytest.raises(ImportError, match=r"install lightning|Install lightning"):
         trainer.fit(ToyModule(), datamodule=toy_data())
+
+
+@pytest.mark.parametrize("method", ["fit", "validate"])
+def test_a_second_federation_is_refused(method):
+    trainer = toy_trainer(Federation(), Federation(local_steps=2))
+    with pytest.raises(ConfigurationError, match="one Federation at most, got 2"):
+        getattr(trainer, method)(ToyModule(), datamodule=toy_data())

@@ -357,9 +357,8 @@ class TrainerOutcome:
         trainer.state = self.state
         add_metrics(trainer, self.metrics, self.new)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            failure = state = self.callbacks.get(callback.state_key)
-            if isinstance(state, bytes):
-                failure = _or_error(partial(_load, callback, state))
+            state = self.callbacks.get(callback.state_key, b"")
+            failure = _or_error(partial(_load, callback, state))
             if failure:
                 warnings.warn(
                     f"the state of the callback {type(callback).__name__} after the fit has not come back from "
@@ -386,10 +385,12 @@ def _pickled(callback: Callback) -> bytes:
     return file.getvalue()
 
 
-def _load(callback: Callback, pickled: bytes) -> None:
-    state = torch.load(io.BytesIO(pickled), weights_only=False)
-    if not state:
-        return
-    if isinstance(callback, ModelCheckpoint):
-        callback.dirpath = state["dirpath"]  # else it is warned of another run's files
-    callback.load_state_dict(state)
+def _load(callback: Callback, pickled: bytes | str) -> str | None:
+    """Load a callback's state; return the text of the error that stands for it, None without one."""
+    if isinstance(pickled, str):
+        return pickled
+    if state := torch.load(io.BytesIO(pickled), weights_only=False) if pickled else {}:
+        if isinstance(callback, ModelCheckpoint):
+            callback.dirpath = state["dirpath"]  # else it is warned of another run's files
+        callback.load_state_dict(state)
+    return None
