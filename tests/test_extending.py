@@ -23,6 +23,7 @@ from fl_lightning import (
     ConfigurationError,
     FederatedDataModule,
     Federation,
+    FedProx,
     MaskCalibration,
     Mean,
     PoissonCohort,
