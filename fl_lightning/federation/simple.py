@@ -7,6 +7,7 @@ For experiments, services and devices without Lightning. Results are bit-identic
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -132,6 +133,7 @@ class SimpleFederation:
     def run(self, rounds: int) -> GlobalModel:
         """Run further rounds and return the global model."""
         for _ in range(rounds):
+            began = time.perf_counter()
             self.local.start_round(self.round_index)
             self.round.open(self.round_index)
             cohort = self._cohort.sample(self.round_index, self._population, self._seed)
@@ -139,6 +141,7 @@ class SimpleFederation:
             self.round.step()
             self.local.end_round(self.round.server.model)
             record = self.round.record
+            record.seconds = time.perf_counter() - began
             record.pooled = self.collector.collect_metrics()
             losses = record.means.by_client("train/loss")
             self._population.note(

@@ -234,7 +234,7 @@ class TestAGradientThatIsNotFinite:
         assert found == expected
         first, second = (f.state_dict() for f in (federation, alone))
         assert first["memory"] == second["memory"]
-        assert first["correction"]["mean"] == second["correction"]["mean"]
+        assert first["stages"]["correction"]["mean"] == second["stages"]["correction"]["mean"]
         assert federation.rounds.record.pooled == {"curvature": 1.0}
         assert (federation.rounds.clients.engine.slots is not None) == (engine == "slots")
 
@@ -438,7 +438,9 @@ class TestMemories:
         state = federation.state_dict()
         total = sum(vector for _, _, vector in state["memory"]["present"])
         assert len(state["memory"]["present"]) > 3
-        torch.testing.assert_close(state["correction"]["mean"], total / 6, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            state["stages"]["correction"]["mean"], total / 6, rtol=1e-12, atol=1e-14
+        )
 
     def test_a_variate_is_the_mean_gradient_of_the_steps(self):
         """With one step of one full batch, momentum and two rates: the gradient at the start."""
@@ -485,7 +487,9 @@ class TestMemories:
             module, resumed = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
             assert torch.equal(weights(module), weights(expected)), moment
             first, second = (f.state_dict() for f in (federation, resumed))
-            assert torch.equal(first["correction"]["mean"], second["correction"]["mean"])
+            assert torch.equal(
+                first["stages"]["correction"]["mean"], second["stages"]["correction"]["mean"]
+            )
 
     def test_missing_and_foreign_files_are_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(client_memory, "INSIDE_CHECKPOINT_BYTES", 0)
@@ -512,7 +516,7 @@ class TestMemories:
         state, size = federation.state_dict(), federation.rounds.server.model.params.numel()
         total = sum(vector for _, _, vector in state["memory"]["present"])
         assert total.shape == (size,)
-        torch.testing.assert_close(state["correction"]["mean"], total / 6)
+        torch.testing.assert_close(state["stages"]["correction"]["mean"], total / 6)
         module, _ = run(Masked, NewMasks(), ckpt_path=tmp_path / "1-end.ckpt", **options)
         assert torch.equal(weights(module), weights(expected))
 

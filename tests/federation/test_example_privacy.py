@@ -155,7 +155,7 @@ def test_resuming_spends_and_draws_nothing_twice(tmp_path):
         assert torch.equal(weights(again), weights(module)), moment
         assert facts(resumed) == facts(trainer)
     state = torch.load(tmp_path / "1-end.ckpt", weights_only=True)["callbacks"]["Federation"]
-    assert state["privacy"]["released"] == 2
+    assert state["stages"]["privacy"]["released"] == 2
 
 
 def test_a_resumed_run_draws_other_noise_and_other_costs_are_refused(tmp_path):

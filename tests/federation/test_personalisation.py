@@ -507,7 +507,7 @@ class TestCorrectionsBesideACopy:
         first, second = (f.state_dict() for f in (federation, alone))
         assert found == expected
         assert first["memory"] == second["memory"]
-        assert first["correction"]["mean"] == second["correction"]["mean"]
+        assert first["stages"]["correction"]["mean"] == second["stages"]["correction"]["mean"]
 
     @pytest.mark.parametrize("personal", [Ditto(pull=0.5), APFL()])
     @pytest.mark.parametrize("correction", [Scaffold("I"), FedDyn(alpha=0.5)])

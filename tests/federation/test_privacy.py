@@ -124,7 +124,7 @@ def test_a_budget_ends_the_run_with_its_last_model(tmp_path):
     assert 0 < done < 50
     assert facts(trainer)["privacy/epsilon"] <= 8.0
     last = torch.load(tmp_path / f"{done - 1}-end.ckpt", weights_only=True)
-    assert last["callbacks"]["Federation"]["privacy"]["released"] == done
+    assert last["callbacks"]["Federation"]["stages"]["privacy"]["released"] == done
     assert torch.equal(last["state_dict"]["net.0.weight"], module.net[0].weight)
     # the next round would have exceeded it, also for a run that is resumed with more rounds
     again, resumed = run(80, privacy=privacy, ckpt_path=tmp_path / f"{done - 1}-end.ckpt")

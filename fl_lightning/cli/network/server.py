@@ -254,6 +254,6 @@ def _run_of(checkpoint: Any) -> str:
 
     state = torch.load(checkpoint, map_location="cpu", weights_only=False)
     for callback in state["callbacks"].values():
-        if isinstance(callback, dict) and "sites" in callback:
-            return str(callback["sites"]["run"])
+        if isinstance(callback, dict) and "sites" in callback.get("stages", ()):
+            return str(callback["stages"]["sites"]["run"])
     raise ConfigurationError(f"{checkpoint}: it is not of a run over a network")

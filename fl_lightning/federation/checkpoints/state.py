@@ -40,10 +40,8 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
         "client_state": run.local.state_names,
         "memory": run.memory.state_dict(),
         "population": run.cohorts.population.state_dict(),
+        "stages": {stage.key: stage.state_dict() for stage in stages if stage.key is not None},
     }
-    for stage in stages:
-        if stage.key is not None:
-            state[stage.key] = stage.state_dict()
     if not rounds.is_kept_by_lightning:
         state["model"] = vars(server.model)
     return state
@@ -66,7 +64,7 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     server.load_state_dict(state["server"])
     for stage in rounds.stages:
         if stage.key is not None:
-            stage.load_state_dict(state.get(stage.key), server.model)
+            stage.load_state_dict(state["stages"].get(stage.key), server.model)
     rounds.record.load_state_dict(state["record"])
     run.collector.prog_bar |= set(state["prog_bar"])
     for place in state["metrics"] if state["inside"] else ():
@@ -79,16 +77,16 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
 
 def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
     """Raise if a checkpoint is of another run; nothing is loaded yet but names of personal tensors."""
-    run = rounds.run
+    run, saved = rounds.run, state["stages"]
+    keys = {stage.key for stage in rounds.stages}
     for key, what in _CHOICES.items():
-        has = any(stage.key == key for stage in rounds.stages)
-        check_same(what, state.get(key) is not None, has)
+        check_same(what, saved.get(key) is not None, key in keys)
     for stage in rounds.stages:
         if stage.key is not None:
-            stage.check(state.get(stage.key))
+            stage.check(saved.get(stage.key))
     for key, what in _KINDS.items():
-        if all(stage.key != key for stage in rounds.stages):
-            check_same(what, kind_of(state.get(key) or {}), None)
+        if key not in keys:
+            check_same(what, kind_of(saved.get(key) or {}), None)
     check_same("model", state["space"], run.local.space.fingerprint())
     check_same("mask", state["mask"], run.local.space.mask_fingerprint())
     names = state["client_state"]

@@ -34,12 +34,6 @@ from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.mean import OverlapMean
 from fl_lightning.server.server import as_aggregator
 
-# keys of a checkpoint's state that belong to no stage
-RUN_KEYS: set[str | None] = {
-    *("space", "mask", "seed", "server", "record", "prog_bar", "metrics", "inside"),
-    *("engine", "client_state", "memory", "population", "model"),
-}
-
 
 def stages_of(
     run: Run,
@@ -108,7 +102,7 @@ def stages_of_steps(
 def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
     """Raise if a stage of the user's own has a key or a kind that is reserved."""
     ids = set(map(id, own))
-    taken = RUN_KEYS | {stage.key for stage in stages if id(stage) not in ids}
+    taken = {stage.key for stage in stages if id(stage) not in ids}
     for stage in own:
         name = type(stage).__name__
         if stage.key is not None and stage.key in taken:

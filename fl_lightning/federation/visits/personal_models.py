@@ -118,7 +118,7 @@ def recalled_models(
         )
         return None
     if saved:
-        names = (saved.get("personal") or {"names": []})["names"]
+        names = (saved["stages"].get("personal") or {"names": []})["names"]
         memory = saved_memory(saved["memory"], trainer.ckpt_path)
     else:
         names, memory = fitted or ([], ClientMemory())
