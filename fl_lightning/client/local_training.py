@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning.client.local_step import LocalStep, SizedBatch
 from fl_lightning.client.log_collector import LogCollector, weighted_mean
 from fl_lightning.client.optimizers import OptimizerMasks, OptimizerSteps
-from fl_lightning.client.state.attributes import Attributes, Growth, append
+from fl_lightning.client.state.attributes import Appended, Attributes, append
 from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
 from fl_lightning.client.state.tensors import (
     Constants,
@@ -103,7 +103,7 @@ class LocalTrainer:
         self._ignore = {*ignore, "log"}  # which the collector puts there
         self._attributes, self._in_round = Attributes(module, ignore=self._ignore), False
         self.state_names: list[str] | None = None
-        self.keeps_lists, self._grown = False, Growth()
+        self.keeps_lists, self._appended = False, Appended()
         one = isinstance(optimizers, Optimizer)
         self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
         self.masks = OptimizerMasks(module, self._optimizers)
@@ -199,20 +199,20 @@ class LocalTrainer:
         self._constants, self._round = Constants(constant), number
         if not self._attributes.is_same():  # else the last snapshot still holds
             self._attributes = Attributes(self._module, ignore=self._ignore)
-        self._in_round, self._grown = True, []
+        self._in_round, self._appended = True, []
 
     def show_lists(self) -> None:
         """Append the items that clients of this round appended to the module's lists, in order.
 
         The lists keep them until the next client trains, or until `restore`.
         """
-        append(self._grown)
+        append(self._appended)
 
     def _put_attributes_back(self) -> None:
         if self._attributes.is_same():
             return
-        growth = self._attributes.put_back()
-        self._grown += growth if self.keeps_lists else []
+        appended = self._attributes.put_back()
+        self._appended += appended if self.keeps_lists else []
 
     def end_round(self, model: GlobalModel) -> None:
         """Restore the global model, and leave the module's attributes to hooks until the next round."""

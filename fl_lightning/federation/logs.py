@@ -1,9 +1,5 @@
 """The numbers of a run that reach loggers: those of rounds, of validation and of test.
 
-Processes evaluate different examples. Values that the module logs per epoch are therefore reduced over
-processes, as with ``sync_dist=True``; means are weighted by batch sizes. Values that are logged per step
-are not reduced: the processes' numbers of steps differ.
-
 A Trainer's ``callback_metrics`` keep metrics of earlier rounds, such as the last validation, for
 callbacks that monitor them. `logged_in_round` returns those of the current round.
 
@@ -21,8 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -30,13 +25,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from fl_lightning.client.log_collector import shadowed
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder
 
 if TYPE_CHECKING:
@@ -144,53 +137,6 @@ def log_event(board: Any, values: Mapping[str, Any], step: int | None) -> None:
         for name, value in values.items()
     ]
     board.experiment.file_writer.add_summary(Summary(value=scalars), step)
-
-
-class EvaluationLogs:
-    """Reduces what a module logs per epoch over processes.
-
-    Args:
-        module: the module, whose own ``log`` and ``log_dict`` get the values.
-        is_shared: True if each process evaluates a part of the examples, False if each evaluates all.
-
-    Attributes:
-        batch: the batch of the current step; None between steps.
-    """
-
-    def __init__(self, module: LightningModule, *, is_shared: bool = True) -> None:
-        self.batch: Any = None
-        self._module, self._is_shared = module, is_shared
-        self._log, self._log_dict = module.log, module.log_dict
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Reduces values that are logged inside the block."""
-        with (
-            shadowed(self._module, "log", self.log),
-            shadowed(self._module, "log_dict", self.log_dict),
-        ):
-            yield
-
-    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value; the arguments are those of `LightningModule.log`."""
-        self._reduce(options)
-        if self.batch is not None:
-            size = options.get("batch_size") or extract_batch_size(self.batch)
-            # Lightning divides a whole number of examples by the number of processes and rounds down
-            options["batch_size"] = float(size)
-        self._log(name, value, *args, **options)
-
-    def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
-        """Log several values; Lightning's ``log_dict`` gives `log` each with every option."""
-        self._reduce(options)
-        self._log_dict(dictionary, *args, **options)
-
-    def _reduce(self, options: dict[str, Any]) -> None:
-        if not self._is_shared:  # a sum would count each example once per process
-            reduction = options.get("reduce_fx", "mean")
-            options["sync_dist"] = getattr(reduction, "__name__", reduction) != "sum"
-        elif not options.get("on_step"):
-            options.setdefault("sync_dist", True)
 
 
 RESULTS = "results.json"

@@ -59,7 +59,7 @@ _BAGS = ("types.Simple", "argparse.Name", "torch.amp.grad_scaler", "torch.distri
 _FIXED = (tuple, frozenset, partial, types.MethodType, property, staticmethod, classmethod)
 _MISSING = object()
 # Appended items: (list, its new items), or (dict, its new lists by key).
-Growth = list[tuple[Any, Any]]
+Appended = list[tuple[Any, Any]]
 _Inside = Iterable[tuple[Any, Any]]
 
 
@@ -100,7 +100,7 @@ class _Noted:
         paths = [_joined(self.path, name) for name, b, n in pairs if not same_value(n, b)]
         return paths or [self.path]
 
-    def growth(self) -> Any:
+    def appended(self) -> Any:
         """Return the items appended to a list, or the lists under new keys of a dict; else None or {}."""
         now, before = self.value, self.before
         if isinstance(now, list):
@@ -132,10 +132,10 @@ class Attributes:
         >>> module.outputs.append(1.5)
         >>> state.changes()
         ['self.n', 'self.outputs']
-        >>> growth = state.put_back()
+        >>> appended = state.put_back()
         >>> module.n, module.outputs, state.changes()
         (0, [], [])
-        >>> append(growth)
+        >>> append(appended)
         >>> module.outputs
         [1.5]
     """
@@ -185,20 +185,20 @@ class Attributes:
         """Return the paths of changed globals, closures and class attributes, which are never restored."""
         return _differences(each for each in self._noted if each.write is None)
 
-    def put_back(self, *, generators: bool = True) -> Growth:
+    def put_back(self, *, generators: bool = True) -> Appended:
         """Restore all attributes in place, and return the items that were appended to lists.
 
         Without ``generators`` random generators keep their states.
         """
-        grown: Growth = []
+        appended: Appended = []
         for each in self._noted:
             if not generators and isinstance(each.value, _GENERATORS):
                 continue
             if each.write is not None and not each.is_same():
-                if each.has_entries and (added := each.growth()):
-                    grown.append((each.value, added))
+                if each.has_entries and (added := each.appended()):
+                    appended.append((each.value, added))
                 each.write(each.value, each.before)
-        return grown
+        return appended
 
     def _walk(self, waiting: list[tuple[str, Any]], *, enters_code: bool = False) -> None:
         """Record the objects inside these values, at any depth."""
@@ -301,9 +301,9 @@ class Attributes:
         return [*inside, *(("", base) for base in code.__bases__)]
 
 
-def append(growth: Growth) -> None:
+def append(appended: Appended) -> None:
     """Append the items that `Attributes.put_back` returned, of one or several clients, to their lists."""
-    for held, added in growth:
+    for held, added in appended:
         if isinstance(held, list):
             list.extend(held, added)
         else:

@@ -128,10 +128,8 @@ def _explaining_errors(target: Path) -> Iterator[None]:
     """Raise `CheckpointFailure` for errors of writing inside the block, and remove the unfinished file."""
     try:
         yield
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # PyTorch's writer raises the latter if the disk is full
+    # PyTorch's writer raises RuntimeError if the disk is full
+    except (OSError, RuntimeError) as error:
         with suppress(OSError):
             _unfinished(target).unlink(missing_ok=True)
         free = _free_megabytes(target.parent)

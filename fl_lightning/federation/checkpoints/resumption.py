@@ -71,7 +71,9 @@ def _named(
         if run is not None and is_fit and not config.resume_changed:
             refuse(run, differences(run.config, plain, sections))
         return run
-    run = choose(_root(config), plain, sections, changed=config.resume_changed)
+    options = next((logger.init_args for logger in _loggers(config)), {})
+    root = _save_dir(config, options)
+    run = choose(root, plain, sections, changed=config.resume_changed)
     if given == "last":
         return run
     check_checkpoint(run.checkpoint)
@@ -88,7 +90,7 @@ def resume_loggers(config: Any, run: EarlierRun | None) -> None:
     """Make loggers of a resumed run continue in its folder; loggers of a new run get a new folder."""
     before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
     for number, logger in enumerate(_loggers(config)):
-        kind, options = _kind(logger), logger.init_args
+        kind, options = str(logger.class_path).rpartition(".")[2], logger.init_args
         if options.get("version") is not None or options.get("id") is not None:
             continue
         if run is not None and number == 0 and kind in ("TensorBoardLogger", "CSVLogger"):
@@ -136,11 +138,6 @@ def _new_folder(root: Path) -> Path:
     raise AssertionError
 
 
-def _root(config: Any) -> Path:
-    """Return the folder below which the runs of a configuration are."""
-    return _save_dir(config, next((logger.init_args for logger in _loggers(config)), {}))
-
-
 def _save_dir(config: Any, options: Any) -> Path:
     return Path(options.get("save_dir") or config.trainer.get("default_root_dir") or ".")
 
@@ -152,10 +149,6 @@ def _loggers(config: Any) -> list[Any]:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _kind(logger: Any) -> str:
-    return str(logger.class_path).rpartition(".")[2]
 
 
 def keep_rows(trainer: Trainer, step: int) -> None:

@@ -104,9 +104,8 @@ class ForkLauncher:
         ):
             # newer Pythons warn of threads when they fork: one thread each is left to the children
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            _let_signals(
-                signal.SIG_BLOCK
-            )  # one that comes now waits in every process until it can be told of
+            # a signal that comes now waits in every process until it can be told of
+            _let_signals(signal.SIG_BLOCK)
             try:
                 context = start_processes(
                     self._run,
@@ -182,9 +181,8 @@ class ForkLauncher:
             _write_error(stop, note)  # it replaces the other error
             sys.exit(stop.exit_code)
         finally:
-            _let_signals(
-                signal.SIG_BLOCK
-            )  # there is nothing left to interrupt, and nobody to catch it
+            # there is nothing left to interrupt, and nobody to catch it
+            _let_signals(signal.SIG_BLOCK)
 
     def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Call ``on_exception`` of the first process's callbacks, which may save checkpoints."""
@@ -321,9 +319,8 @@ def _end_runs(trainer: Trainer) -> None:
 class TrainerOutcome:
     """The result of a Trainer's function, and the state it left the Trainer in."""
 
-    result: (
-        Any  # return value of the function; None for predictions, of which each process has a part
-    )
+    # return value of the function; None for predictions, of which each process has a part
+    result: Any
     state: TrainerState  # the Trainer's state
     weights: dict[str, Tensor] | None  # the module's weights, after a fit
     metrics: dict[str, Tensor]  # the Trainer's ``callback_metrics``

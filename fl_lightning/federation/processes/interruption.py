@@ -162,9 +162,8 @@ class Interruption(Callback):
         self._before = {}
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        if (
-            os.getppid() != self._parent
-        ):  # the parent has died, which the system reports by this signal
+        # the parent has died, which the system reports by this signal
+        if os.getppid() != self._parent:
             raise Interrupted(signum)
         if not self._asked_at:
             self.is_asked, self._asked_at = True, time.monotonic()

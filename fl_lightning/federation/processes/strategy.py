@@ -2,6 +2,10 @@
 
 Clients train independently, so no gradients are exchanged and the module is not wrapped. The processes
 start from the same weights, exchange results once per round, and share validation and test.
+
+Processes evaluate different examples. Values that the module logs per epoch are therefore reduced over
+processes, as with ``sync_dist=True``; means are weighted by batch sizes. Values that are logged per step
+are not reduced: the processes' numbers of steps differ.
 """
 
 from __future__ import annotations
@@ -14,17 +18,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
+from fl_lightning.client.log_collector import shadowed
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metrics import kept_apart, metrics_of
 from fl_lightning.federation.hooks import overrides
-from fl_lightning.federation.logs import EvaluationLogs
 from fl_lightning.federation.processes.fork import ForkLauncher
 
 # Hooks in which modules and callbacks compute values of all examples.
@@ -43,7 +48,7 @@ class FederatedStrategy(DDPStrategy):
     Args: those of `lightning.pytorch.strategies.DDPStrategy`, without those on gradients.
 
     Example:
-        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch import LightningModule, Trainer
         >>> trainer = Trainer(strategy="federated", devices=2, accelerator="cpu", logger=False)
         >>> type(trainer.strategy).__name__, trainer.world_size
         ('FederatedStrategy', 2)
@@ -170,6 +175,53 @@ class FederatedStrategy(DDPStrategy):
         super().on_exception(exception)
         if self.launcher is not None:
             self.launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+class EvaluationLogs:
+    """Reduces what a module logs per epoch over processes.
+
+    Args:
+        module: the module, whose own ``log`` and ``log_dict`` get the values.
+        is_shared: True if each process evaluates a part of the examples, False if each evaluates all.
+
+    Attributes:
+        batch: the batch of the current step; None between steps.
+    """
+
+    def __init__(self, module: LightningModule, *, is_shared: bool = True) -> None:
+        self.batch: Any = None
+        self._module, self._is_shared = module, is_shared
+        self._log, self._log_dict = module.log, module.log_dict
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Reduces values that are logged inside the block."""
+        with (
+            shadowed(self._module, "log", self.log),
+            shadowed(self._module, "log_dict", self.log_dict),
+        ):
+            yield
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value; the arguments are those of `LightningModule.log`."""
+        self._reduce(options)
+        if self.batch is not None:
+            size = options.get("batch_size") or extract_batch_size(self.batch)
+            # Lightning divides a whole number of examples by the number of processes and rounds down
+            options["batch_size"] = float(size)
+        self._log(name, value, *args, **options)
+
+    def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
+        """Log several values; Lightning's ``log_dict`` gives `log` each with every option."""
+        self._reduce(options)
+        self._log_dict(dictionary, *args, **options)
+
+    def _reduce(self, options: dict[str, Any]) -> None:
+        if not self._is_shared:  # a sum would count each example once per process
+            reduction = options.get("reduce_fx", "mean")
+            options["sync_dist"] = getattr(reduction, "__name__", reduction) != "sum"
+        elif not options.get("on_step"):
+            options.setdefault("sync_dist", True)
 
 
 def _without_padding(sampler: DistributedSampler[object], *, whole: bool) -> None:

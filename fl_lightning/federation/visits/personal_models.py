@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_step import PlainStep
@@ -75,7 +75,10 @@ class PersonalModels:
         try:
             own = self._memory.get(MEMORY, client)
             if own is not None:
-                self._own.write(self._mixed(client, own.to(self._own.device)))
+                own, mixture = own.to(self._own.device), self._memory.get(MIXTURE, client)
+                if mixture is not None:  # with the global ones
+                    own = torch.lerp(self._own.read(), own, float(mixture))
+                self._own.write(own)
             if self._tune is not None:
                 self._tune(client)
             yield
@@ -83,11 +86,6 @@ class PersonalModels:
             with torch.no_grad():
                 for tensor, value in zip(self._changing, before, strict=True):
                     tensor.copy_(value)
-
-    def _mixed(self, client: int, own: Tensor) -> Tensor:
-        """Return a client's personal tensors, mixed with the global ones if it has a mixture."""
-        mixture = self._memory.get(MIXTURE, client)
-        return own if mixture is None else torch.lerp(self._own.read(), own, float(mixture))
 
 
 def recalled_models(
