@@ -71,7 +71,7 @@ def _named(
         if run is not None and is_fit and not config.resume_changed:
             refuse(run, differences(run.config, plain, sections))
         return run
-    options = next((logger.init_args for logger in _loggers(config)), {})
+    options: Any = next((logger.init_args for logger in _loggers(config)), {})
     root = _save_dir(config, options)
     run = choose(root, plain, sections, changed=config.resume_changed)
     if given == "last":
