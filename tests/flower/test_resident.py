@@ -217,14 +217,14 @@ def test_an_error_of_the_supervision_reaches_the_main_thread(folder):
         supervisor.wait()
 
 
-def test_a_program_may_end_while_it_is_killed(folder, monkeypatch):
+def test_a_program_that_does_not_end_is_killed(folder, monkeypatch):
     monkeypatch.setattr(supervision, "_GRACE", 0.1)
-    monkeypatch.setattr(Program, "_note", lambda self, words: waited(lambda: self.process is None))
-    command = ["sh", "-c", "trap '' TERM; echo ready; sleep 2"]
+    command = ["sh", "-c", "trap '' TERM; echo ready; sleep 100; sleep 100"]
     program = Program("p", command, folder / "log")
     with Supervisor([program]):
-        waited(lambda: program.process and (folder / "log").read_text())
+        waited(lambda: program.process and "ready" in (folder / "log").read_text())
     assert program.process is None
+    assert "p does not end: killed" in (folder / "log").read_text()
 
 
 def test_a_program_ends_with_its_supervisor_even_if_that_is_killed(folder):

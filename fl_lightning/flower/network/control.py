@@ -73,24 +73,20 @@ class Control:
             f'address = "127.0.0.1:{port}"\nroot-certificates = {json.dumps(str(certificate))}\n'
         )
 
-    def register_sites(self) -> dict[str, int]:
-        """Register the keys of all sites, replace changed ones, and return the node of each site."""
-        server = self.network.server
-        names, keys = self.network.names_file, server / "registered.json"
-        nodes: dict[str, int] = json.loads(names.read_text()) if names.exists() else {}
-        known: dict[str, str] = json.loads(keys.read_text()) if keys.exists() else {}
-        present = {n: (server / "keys" / f"{n}.pub").read_text() for n in self.network.sites}
-        for name in list(nodes):
-            if present.get(name) != known.get(name, present.get(name)):
-                self._ask("supernode", "unregister", str(nodes.pop(name)), _CONNECTION)
-                names.write_text(json.dumps(nodes))
-        for name in present.keys() - nodes.keys():
-            file = str(server / "keys" / f"{name}.pub")
+    def register_sites(self) -> None:
+        """Register the keys of all sites, and replace those that have changed."""
+        network = self.network
+        keys = {n: (network.server / "keys" / f"{n}.pub").read_text() for n in network.sites}
+        known = network.registered()
+        for name, node in list(known.items()):
+            if keys.get(name) != node["key"]:
+                self._ask("supernode", "unregister", str(known.pop(name)["node"]), _CONNECTION)
+                network.nodes_file.write_text(json.dumps(known))
+        for name in keys.keys() - known.keys():
+            file = str(network.server / "keys" / f"{name}.pub")
             told = self._ask("supernode", "register", file, _CONNECTION, "--name", name)
-            nodes[name] = int(told["node-id"])
-            names.write_text(json.dumps(nodes))
-        keys.write_text(json.dumps(present))
-        return nodes
+            known[name] = {"node": int(told["node-id"]), "key": keys[name]}
+            network.nodes_file.write_text(json.dumps(known))
 
     def nodes(self) -> list[Mapping[str, Any]]:
         """Return the nodes that Flower lists."""

@@ -8,12 +8,14 @@ sites/<site>/       ca.crt key signing.key sum.key site.yaml own.yaml start.sh: 
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -51,9 +53,13 @@ class NetworkFolder:
         return self.folder / "server"
 
     @property
-    def names_file(self) -> Path:
-        """File with the Flower node of each site."""
+    def nodes_file(self) -> Path:
+        """File with the Flower node of each site, and the key under which it is registered."""
         return self.server / "nodes.json"
+
+    def registered(self) -> dict[str, dict[str, Any]]:
+        """Return the contents of `nodes_file`, by site; empty before the server has run."""
+        return json.loads(self.nodes_file.read_text()) if self.nodes_file.exists() else {}
 
     def site(self, name: str) -> Path:
         """Return the folder of a site.

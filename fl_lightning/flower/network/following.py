@@ -189,14 +189,14 @@ def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
         control: control interface of its server.
     """
     nodes = {int(node["node-id"]): node for node in control.nodes()}
-    of_sites: dict[str, int] = json.loads(network.names_file.read_text())
-    seen_file = network.names_file.with_name(SEEN)
+    registered = network.registered()
+    seen_file = network.nodes_file.with_name(SEEN)
     seen: dict[str, Mapping[str, str]] = (
         json.loads(seen_file.read_text()) if seen_file.exists() else {}
     )
     rows = []
     for name in network.sites:
-        node: Mapping[str, Any] = nodes.get(of_sites.get(name, 0), {})
+        node: Mapping[str, Any] = nodes.get(registered.get(name, {}).get("node", 0), {})
         is_here = node.get("status") == "online"
         last = "now" if is_here else str(node.get("offline-at") or "never")
         versions = [seen.get(name, {}).get(part, _UNKNOWN) for part in ("fl-lightning", "flwr")]

@@ -79,7 +79,7 @@ def serving(
         *("--runtime-api-address", f"{_LOCAL}:{control_port}"),
         *("--root-certificates", certificates[0], *secret),
     ]
-    names = {NAMES_VARIABLE: str(network.names_file)}
+    names = {NAMES_VARIABLE: str(network.nodes_file)}
     supervisor.add(Program("superlink", link, log / "superlink.log", environment))
     supervisor.add(Program("gate", gate, log / "gate.log", environment))
     wait_for_server(f"{_LOCAL}:{control_port}", folder / "ca.crt", 0.2, _START_SECONDS)

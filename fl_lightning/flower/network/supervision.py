@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import os
-import queue
 import signal
 import subprocess
 import threading
@@ -19,7 +18,7 @@ from typing import NoReturn, Self
 from fl_lightning.core.processes import tied
 
 log = logging.getLogger(__name__)
-_GRACE = 10.0
+_GRACE, _POLL_SECONDS = 10.0, 0.1
 _LONGEST_PAUSE, _LONG_LIFE = 30.0, 60.0
 _MOST_WORDS = 20_000
 
@@ -73,64 +72,39 @@ class Program:
     again: Callable[[ProgramEnd], float] = backoff
     layer: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _start_at: float = field(default=0.0, init=False)
+    _times: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        self._starting, self._is_over = threading.Lock(), threading.Event()
-        # the system ends a process with the thread that has started it
-        self._thread = threading.Thread(target=self._supervise, daemon=True, name=self.name)
-        self._errors = queue.SimpleQueue[Exception]()
-
-    def start(self, errors: queue.SimpleQueue[Exception]) -> None:
-        """Start the program, and keep it running.
-
-        Args:
-            errors: gets the error that ends the supervision, if one does.
-        """
-        self._errors = errors
-        self._thread.start()
-
-    def ask_to_end(self) -> None:
-        """Send SIGTERM, and start the program no more."""
-        with self._starting:
-            self._is_over.set()
-            if self.process is not None:
-                self.process.terminate()
-
-    def end(self, seconds: float) -> None:
-        """Wait for the end, for some seconds; then kill the program and its children."""
-        self._thread.join(seconds)
-        if (process := self.process) is not None:
-            _kill_group(process)
-            self._note("does not end: killed")
-            self._thread.join()
-
-    def _supervise(self) -> None:
-        try:
-            self._keep_running()
-        except Exception as error:  # the main thread raises it
-            log.exception("%s is no longer supervised", self.name)
-            self._errors.put(error)
-
-    def _keep_running(self) -> None:
-        times = 0
-        while (process := self._started()) is not None:
-            began, code = time.monotonic(), process.wait()
-            _kill_group(process)
+    def tend(self) -> None:
+        """Start the program if it is time to; if it has ended, choose the time of the next start."""
+        if self.process is None:
+            if time.monotonic() >= self._start_at:
+                self._start()
+        elif (code := self.process.poll()) is not None:
+            _kill_group(self.process)
             self.process = None
-            lived = time.monotonic() - began
-            times = 1 if lived > _LONG_LIFE else times + 1
-            if not self._is_over.is_set():
-                pause = self.again(ProgramEnd(code, self._words(), times))
-                self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
-                self._is_over.wait(pause)
+            lived = time.monotonic() - self._began
+            self._times = 1 if lived > _LONG_LIFE else self._times + 1
+            pause = self.again(ProgramEnd(code, self._words(), self._times))
+            self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
+            self._start_at = time.monotonic() + pause
 
-    def _started(self) -> subprocess.Popen[bytes] | None:
-        """Start the program, unless it was asked to end."""
+    def end(self, until: float) -> None:
+        """Wait for the end until a `time.monotonic`; then kill the program, and its children anyway."""
+        if (process := self.process) is None:
+            return
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._note("does not end: killed")
+        _kill_group(process)
+        process.wait()
+        self.process = None
+
+    def _start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self._starting, self.log.open("ab") as log:
-            if self._is_over.is_set():
-                return None
-            self._from = log.tell()
+        with self.log.open("ab") as log:
+            self._from, self._began = log.tell(), time.monotonic()
             self.process = subprocess.Popen(
                 tied(self.command),
                 env={**os.environ, **self.environment},
@@ -139,7 +113,6 @@ class Program:
                 stderr=log,
                 start_new_session=True,
             )
-        return self.process
 
     def _words(self) -> str:
         """Return the output of the program since its start."""
@@ -167,32 +140,50 @@ class Supervisor:
     """
 
     def __init__(self, programs: Sequence[Program] = ()) -> None:
-        self._programs, self._first = list[Program](), programs
-        self._errors = queue.SimpleQueue[Exception]()
+        self._programs, self._is_over = list(programs), threading.Event()
+        self._error: Exception | None = None
+        # the system ends programs with the thread that has started them
+        self._thread = threading.Thread(target=self._supervise, daemon=True, name="supervisor")
 
     def __enter__(self) -> Self:
-        for program in self._first:
-            self.add(program)
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _supervise(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                for program in tuple(self._programs):
+                    program.tend()
+                self._is_over.wait(_POLL_SECONDS)
+        except Exception as error:  # the main thread raises it
+            log.exception("programs are no longer supervised")
+            self._error = error
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         by_layer = sorted(self._programs, key=lambda program: -program.layer)
         for _, layer in itertools.groupby(by_layer, key=lambda program: program.layer):
-            programs = list(layer)
-            for program in programs:
-                program.ask_to_end()
+            running = [program for program in layer if program.process is not None]
+            for program in running:
+                program.process.terminate()
             until = time.monotonic() + _GRACE
-            for program in programs:
-                program.end(max(0.0, until - time.monotonic()))
+            for program in running:
+                program.end(until)
 
     def add(self, program: Program) -> None:
         """Start a program, and keep it running."""
         self._programs.append(program)
-        program.start(self._errors)
 
     def wait(self) -> NoReturn:
-        """Wait until a program can no longer be supervised, and raise the reason."""
-        raise self._errors.get()
+        """Wait until programs can no longer be supervised, and raise the reason."""
+        self._thread.join()
+        assert self._error is not None, "nothing else ends the thread inside the block"
+        raise self._error
 
     def process(self, name: str) -> int | None:
         """Return the process id of a program; None between an end and the next start."""

@@ -230,7 +230,8 @@ def registered_names() -> dict[int, str] | None:
     path = os.environ.get(NAMES_VARIABLE)
     if path is None:
         return None
-    return {int(node): name for name, node in json.loads(Path(path).read_text()).items()}
+    registered = json.loads(Path(path).read_text())
+    return {int(each["node"]): name for name, each in registered.items()}
 
 
 def _wait_for_server(error: httpx.HTTPError) -> None:
