@@ -62,7 +62,7 @@ class LocalTrainer:
         personal: layout of the personal tensors, see `set_personal`.
         personal_end: personal tensors of the last client after its training, shape (o,).
         round_start: options of the optimizers, also by local step.
-        homes: record of the module's tensors and their memory.
+        tensors: record of the module's tensors and their memory.
         masks: masks of the optimizers, which define `space`.
         counts_steps: whether updates contain `ClientUpdate.optimizer_steps`; plain means do not need it.
 
@@ -99,7 +99,7 @@ class LocalTrainer:
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
         self._integer_buffers = whole_numbers(module)
-        self.homes = ModuleTensors(module)
+        self.tensors = ModuleTensors(module)
         self._ignore = {*ignore, "log"}  # which the collector puts there
         self._attributes, self._in_round = Attributes(module, ignore=self._ignore), False
         self.state_names: list[str] | None = None
@@ -180,8 +180,8 @@ class LocalTrainer:
         Args:
             number: number of the round.
         """
-        self.homes.bring_home()
-        self.homes.note()
+        self.tensors.restore_memory()
+        self.tensors.note()
         params = self._module.named_parameters()
         present = [name for name, p in params if p.requires_grad and name not in self._apart]
         if present != self.space.names:
@@ -279,9 +279,9 @@ class LocalTrainer:
         active = self._begin(start, masks)
         try:
             num_steps, losses, sizes = self._take_steps(batches)
-            self.homes.freeze_again()
+            self.tensors.freeze_again()
         except BaseException as error:
-            self.homes.put_back()
+            self.tensors.put_back()
             if isinstance(error, ConfigurationError) or not isinstance(error, Exception):
                 raise
             self.collector.discard()

@@ -119,7 +119,7 @@ class Run:
             by_hand=not self.module.automatic_optimization,
             ignore=NOT_THE_USERS,
         )
-        self.step.on_new_layout = self.local.homes.note
+        self.step.on_new_layout = self.local.tensors.note
         self.scale = GradientScale(getattr(trainer.precision_plugin, "scaler", None))
 
     @property

@@ -95,7 +95,7 @@ class ModuleTensors:
     """Records which tensors a module holds, their memory, and which parameters are trainable.
 
     ``self.centre = 0.9 * self.centre + …`` replaces a buffer by another tensor, and ``self.centre.data =
-    …`` replaces its memory: `bring_home` undoes both and keeps the new values. A module that steps its
+    …`` replaces its memory: `restore_memory` undoes both and keeps the new values. A module that steps its
     optimizers by hand may freeze one part while it trains another: `freeze_again` undoes this.
 
     Args:
@@ -105,7 +105,7 @@ class ModuleTensors:
         >>> module = nn.BatchNorm1d(2)
         >>> tensors, mean = ModuleTensors(module), module.running_mean
         >>> module.running_mean = module.running_mean + 1
-        >>> tensors.bring_home()
+        >>> tensors.restore_memory()
         >>> module.running_mean is mean, mean
         (True, tensor([1., 1.]))
     """
@@ -131,10 +131,10 @@ class ModuleTensors:
         self._now = memory_of(self._tensors)
 
     def freeze_again(self) -> None:
-        """Restore ``requires_grad`` of every parameter, and call `bring_home`.
+        """Restore ``requires_grad`` of every parameter, and call `restore_memory`.
 
         Raises:
-            ConfigurationError: if a frozen parameter has trained, or as in `bring_home`.
+            ConfigurationError: if a frozen parameter has trained, or as in `restore_memory`.
         """
         moved = next((p for p in self._frozen if p.requires_grad or p.grad is not None), None)
         self._put_flags_back()
@@ -144,7 +144,7 @@ class ModuleTensors:
                 "what clients and server exchange is fixed when a run starts. Leave it frozen, or "
                 "unfreeze it before."
             )
-        self.bring_home()
+        self.restore_memory()
 
     def _put_flags_back(self) -> None:
         if [param.requires_grad for param in self._params] != self._trains:
@@ -161,16 +161,16 @@ class ModuleTensors:
             or tensor.dtype != memory.dtype
         ]
 
-    def bring_home(self) -> None:
+    def restore_memory(self) -> None:
         """Put the recorded tensors and their memory back into the module, with the module's current values.
 
         Raises:
             ConfigurationError: if a tensor was removed or its shape has changed.
         """
         held = [m[name] if name in m else None for _, m, name, _ in self._places]  # noqa: SIM401
-        is_at_home = all(map(is_, held, self._own))
+        is_unmoved = all(map(is_, held, self._own))
         moved = {} if memory_of(self._tensors) == self._now else dict(self._moved())
-        if is_at_home and not moved:
+        if is_unmoved and not moved:
             return
         places = [(*place, present) for place, present in zip(self._places, held, strict=True)]
         away = {tensor for *_, tensor, present in places if present is not tensor}

@@ -79,7 +79,7 @@ class StateRehearsal:
                     with self._nothing_left() as visit:
                         names, changed = candidates(self._module), set[str]()
                         for _ in self._steps(client):  # the second may undo what the first did
-                            self._local.homes.bring_home()
+                            self._local.tensors.restore_memory()
                             changed |= visit.changed()
                 except Exception as error:  # noqa: BLE001 - whatever the user's step raises
                     self.failures[client.client_id] = error
