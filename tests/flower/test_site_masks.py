@@ -152,7 +152,7 @@ class Sites:
 def calibration(channel):
     trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.strategy.connect(LightningModule())
-    greeting = Greeting("seed_everything: 0", Counted("a" * 32), trainer, None)
+    greeting = Greeting("seed_everything: 0", Counted("a" * 32), trainer, lambda: None)
     return CalibrationAtSites(Correspondence(channel), greeting, trainer, SITE_OF)
 
 

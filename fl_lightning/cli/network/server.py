@@ -21,6 +21,7 @@ from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
 from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
 from fl_lightning.flower.messages import Order
+from fl_lightning.flower.packing import RunMask
 from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.elsewhere import (
@@ -106,7 +107,13 @@ class OverSites:
         )
         counted = Counted(_run_of(checkpoint))
         federation.handed.append(counted)
-        greeting = Greeting(self._configuration, counted, trainer, calibration)
+
+        def mask() -> RunMask | None:
+            if calibration is None or calibration.mask is None:
+                return None
+            return RunMask(calibration.mask, calibration.version)
+
+        greeting = Greeting(self._configuration, counted, trainer, mask)
         told = facts_of(self._correspondence.greet(greeting.order, self._wanted))
         site_of, sizes = _members(told)
         _check_encrypted(told, federation, model)

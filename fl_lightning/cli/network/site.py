@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.callbacks.calibration.apply import MaskApplier
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring
@@ -36,6 +35,7 @@ from fl_lightning.flower.site.fit import AtSite, Fit
 from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.site.site import Site
 from fl_lightning.flower.transport.resident import log_to, serve
+from fl_lightning.sparsity.masks.mask import Mask
 
 # switches off what only the server's Trainer does
 _SITE_WORDS = (
@@ -180,9 +180,9 @@ class SiteCalibration:
     def __init__(self, calibration: MaskCalibration) -> None:
         self._calibration = calibration
 
-    def mask_applier(self, trainer: Trainer) -> MaskApplier:
-        """Return the object that puts masks on a Trainer's module."""
-        return self._calibration.mask_applier(trainer)
+    def mask_applier(self, trainer: Trainer) -> Callable[[Mask], None]:
+        """Return a function that makes a mask's entries trainable, in a Trainer's module and optimizer."""
+        return self._calibration.mask_applier(trainer).apply
 
     def answer(self, trainer: Trainer, order: Order) -> OrderResult:
         """Compute the answers of an order's clients with the order's model; the module is not changed."""

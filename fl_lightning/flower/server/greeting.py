@@ -7,10 +7,10 @@ client counted, so that sites know which client state is valid.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -23,19 +23,6 @@ from fl_lightning.federation import RoundRecord, Stage
 from fl_lightning.flower.documents import Positive, check_fields, read_document
 from fl_lightning.flower.messages import Answer, Kind, Order
 from fl_lightning.flower.packing import RunMask, mask_tensors, model_tensors
-from fl_lightning.sparsity.masks.mask import Mask
-
-
-class Masks(Protocol):
-    """Interface to the masks of a run."""
-
-    @property
-    def mask(self) -> Mask | None:
-        """Current mask; None before the first one."""
-
-    @property
-    def version(self) -> int:
-        """Number of the current mask."""
 
 
 class Greeting:
@@ -48,11 +35,12 @@ class Greeting:
         configuration: configuration of the run, as YAML.
         counted: knows the id of the run, and in which rounds clients counted.
         trainer: Trainer of the server.
-        masks: masks of the run; None for a run without.
+        mask: returns the current mask of the run; None if there is none.
 
     Attributes:
         digest: SHA-256 of the configuration.
         counted: as given.
+        mask: as given.
     """
 
     def __init__(
@@ -60,24 +48,17 @@ class Greeting:
         configuration: str,
         counted: Counted,
         trainer: Trainer,
-        masks: Masks | None,
+        mask: Callable[[], RunMask | None],
     ) -> None:
         self.digest = hashlib.sha256(configuration.encode()).hexdigest()
-        self.counted = counted
-        self._configuration, self._trainer, self._masks = configuration, trainer, masks
-
-    @property
-    def mask(self) -> RunMask | None:
-        """Current mask; None if there is none."""
-        if self._masks is None or self._masks.mask is None:
-            return None
-        return RunMask(self._masks.mask, self._masks.version)
+        self.counted, self.mask = counted, mask
+        self._configuration, self._trainer = configuration, trainer
 
     def order(self) -> Order:
         """Return the greeting, with the current mask and model if there is a mask."""
         options: dict[str, Any] = {"configuration": self._configuration}
         tensors: dict[str, Tensor] = {}
-        if (mask := self.mask) is not None:
+        if (mask := self.mask()) is not None:
             more, tensors = mask_tensors(mask)
             options |= more
             options["num_clients"] = len(self._trainer.datamodule.clients)  # type: ignore[attr-defined]

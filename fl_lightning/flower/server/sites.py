@@ -19,7 +19,6 @@ from torch import Tensor
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.core.metrics import PER_EXAMPLE
-from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.traits import check_together
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation import (
@@ -54,10 +53,6 @@ from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.sums import trained_on
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.server.server import as_aggregator
-
-
-class _Unusable(Exception):  # noqa: N818
-    """Raised if a client has no usable update; the message says why."""
 
 
 class Sites(FitClients):
@@ -254,7 +249,7 @@ class Sites(FitClients):
     @property
     def _mask(self) -> str:
         """Name of the current mask on both sides; empty if there is none."""
-        mask = self._greeting.mask
+        mask = self._greeting.mask()
         return "" if mask is None else str(mask)
 
     @property
@@ -280,14 +275,14 @@ class Sites(FitClients):
         aggregator = as_aggregator(self._options.aggregator)
         try:
             if part.answer is None:
-                raise _Unusable(part.reason)
+                raise ValueError(part.reason)
             num_examples = int(self._run.data.clients.num_examples[part.client])
             counts_steps = aggregator.needs_effective_steps
             check_plausible(part.answer, num_examples, counts_steps=counts_steps)
             update = self._read(part.answer, part, packing)
             aggregator.check(update, num_updates)
             return self._upload(part.answer, part, start, update)
-        except (_Unusable, RoundFailure, MessageError, ValueError, KeyError) as error:
+        except (RoundFailure, ValueError, KeyError) as error:
             failure = ClientFailure(part.client, f"at site {part.reply.site}: {error}")
             return Missing(start, failure)
 

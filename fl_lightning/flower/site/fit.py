@@ -7,7 +7,7 @@ schedules are the server's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,11 +32,12 @@ from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.packing import RunMask, hold_model, mask_of
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.ledger import RunAccount
-from fl_lightning.flower.site.memory import Calibrates, PutsMasks, SiteMemory
+from fl_lightning.flower.site.memory import Calibrates, SiteMemory
 from fl_lightning.flower.site.order_queue import OrderQueue, OrderResult
 from fl_lightning.flower.site.privacy import hidden_at_site
 from fl_lightning.flower.site.rounds import SiteRounds, evaluated
 from fl_lightning.server.server import as_aggregator
+from fl_lightning.sparsity.masks.mask import Mask
 
 
 class Fit(NamedTuple):
@@ -77,7 +78,7 @@ class AtSite(Callback):
         self._given, self._fit, self._policy, self._calibrates = options, fit, policy, calibrates
         self._queue, self._memory = fit.queue, fit.memory
         self._cleanup = ExitStack()
-        self._applier: PutsMasks | None = None
+        self._applier: Callable[[Mask], None] | None = None
         self._order: Order | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -128,7 +129,7 @@ class AtSite(Callback):
         """Load the model of an order into the module, and apply a mask."""
         assert self._applier is not None
         hold_model(trainer.lightning_module, order.tensors)
-        self._applier.apply(mask.mask)
+        self._applier(mask.mask)
 
     def _calibrate(self, trainer: Trainer, order: Order) -> None:
         """Answer an order to calibrate, unless scores would reveal hidden updates."""

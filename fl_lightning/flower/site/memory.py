@@ -7,7 +7,7 @@ restarted leads to bit-identical client state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,18 +108,11 @@ class SiteMemory:
             torch.save(state, file)
 
 
-class PutsMasks(Protocol):
-    """Interface of an object that applies masks to a module and its optimizer."""
-
-    def apply(self, mask: Mask) -> None:
-        """Make the mask's entries trainable."""
-
-
 class Calibrates(Protocol):
     """Interface of a callback that calibrates masks."""
 
-    def mask_applier(self, trainer: Trainer) -> PutsMasks:
-        """Return the object that applies masks to a Trainer's module."""
+    def mask_applier(self, trainer: Trainer) -> Callable[[Mask], None]:
+        """Return a function that makes a mask's entries trainable, in a Trainer's module and optimizer."""
 
     def answer(self, trainer: Trainer, order: Order) -> OrderResult:
         """Return the results of an order's clients for a mask or a head."""
