@@ -168,11 +168,12 @@ class Supervisor:
     def _end(self) -> None:
         by_layer = sorted(self._programs, key=lambda program: -program.layer)
         for _, layer in itertools.groupby(by_layer, key=lambda program: program.layer):
-            running = [program for program in layer if program.process is not None]
-            for program in running:
-                program.process.terminate()
+            programs = list(layer)
+            for program in programs:
+                if program.process is not None:
+                    program.process.terminate()
             until = time.monotonic() + _GRACE
-            for program in running:
+            for program in programs:
                 program.end(until)
 
     def add(self, program: Program) -> None:
