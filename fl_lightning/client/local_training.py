@@ -286,7 +286,7 @@ class LocalTrainer:
                 raise
             self.collector.discard()
             sizes = [size for _, size in self._in_hand]
-            help_ = help_with_one_example(error, sizes, num_examples)
+            help_ = help_with_one_example(error, sizes)
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
@@ -308,7 +308,7 @@ class LocalTrainer:
             check_finite(update)
         except ClientFailure as failure:
             bad = [n for n, loss in zip(sizes, losses, strict=True) if not bool(loss.isfinite())]
-            help_ = help_with_one_example(None, bad[:1], num_examples)
+            help_ = help_with_one_example(None, bad[:1])
             raise ClientFailure(client_id, failure.reason + help_) from None
         if self.personal_end.numel() and not bool(self.personal_end.isfinite().all()):
             raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")

@@ -155,31 +155,24 @@ class Interrupted(BaseException):
 _RAISED = (ValueError, RuntimeError, IndexError)
 
 
-def help_with_one_example(
-    error: Exception | None, batch_sizes: Iterable[int], num_examples: int
-) -> str:
+def help_with_one_example(error: Exception | None, batch_sizes: Iterable[int]) -> str:
     """Return a hint to append to a client's failure, or "" if another reason is likely.
 
     Args:
         error: the exception, or None if a number was not finite.
         batch_sizes: sizes of the batches that were being processed.
-        num_examples: number of the client's training examples.
 
     Example:
-        >>> help_with_one_example(KeyError("y"), [1], 9), help_with_one_example(ValueError(), [8], 9)
+        >>> help_with_one_example(KeyError("y"), [1]), help_with_one_example(ValueError(), [8])
         ('', '')
-        >>> help_with_one_example(ValueError("Expected more than 1 value per channel"), [1], 1)[:49]
-        ' (the client has one example: if that is too few,'
+        >>> help_with_one_example(ValueError("Expected more than 1 value per channel"), [1])[:48]
+        ' (the batch has one example: if that is too few,'
     """
     if 1 not in batch_sizes or not (error is None or isinstance(error, _RAISED)):
         return ""
-    if num_examples == 1:
-        return (
-            " (the client has one example: if that is too few, use a partition with min_examples of 2 "
-            "or more, fewer clients, or federation.on_client_failure: skip)"
-        )
     return (
         " (the batch has one example: if that is too few, set drop_last in the source's loader, which "
         "leaves a smaller last batch out, or another data.batch_size; for clients that have one example "
-        "in all, a partition with min_examples of 2 or more)"
+        "in all, a partition with min_examples of 2 or more, fewer clients, or "
+        "federation.on_client_failure: skip)"
     )

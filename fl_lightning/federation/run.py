@@ -158,7 +158,7 @@ class Run:
             except Exception as error:
                 located = f"in the gradient of its whole shard: {type(error).__name__}: {error}"
                 sizes = [self.collector.batch_size]
-                located += help_with_one_example(error, sizes, work.num_examples)
+                located += help_with_one_example(error, sizes)
                 raise ClientFailure(work.client_id, located) from error
             finally:
                 self.local.restore(model)
