@@ -18,12 +18,13 @@ Source: Reddi et al. 2021, Algorithm 1, for this one group of parameters. Differ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
@@ -229,7 +230,7 @@ def recall(optimizer: Optimizer, kept: Tensor) -> None:
         return
     if not optimizer.state:
         _fill(optimizer)
-    tensors = list(_tensors(optimizer))
+    tensors = _tensors(optimizer)
     for tensor, part in zip(tensors, kept.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
@@ -246,12 +247,8 @@ def _fill(optimizer: Optimizer) -> None:
         param.grad = gradient
 
 
-def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for _, value in sorted(optimizer.state[param].items()):
-                if isinstance(value, Tensor):
-                    yield value
+def _tensors(optimizer: Optimizer) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
 
 
 NO_MASK = "keeps to no mask: operations would compete with parts of them missing"

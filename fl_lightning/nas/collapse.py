@@ -32,6 +32,7 @@ from torch.nn import functional
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.nas.alpha_gradients import Tensors
+from fl_lightning.nas.relaxation import SearchStep
 from fl_lightning.nas.supernet import Supernet
 
 
@@ -110,7 +111,8 @@ class StopAtCollapse(Callback):
         images, labels = self._examples(trainer, module)
 
         def loss(alphas: Tensors) -> Tensor:
-            return functional.cross_entropy(module.mixed_logits(images, alphas), labels)
+            logits = module.network(images, module.mixed(alphas, SearchStep()))
+            return functional.cross_entropy(logits, labels)
 
         with torch.enable_grad():
             found = largest_eigenvalue(loss, module.alphas)

@@ -44,8 +44,6 @@ from fl_lightning.nas.sub_networks.evaluation import batch_norms, training_accur
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.server.server import as_aggregator
 
-_NOISE = 32  # images of noise for a zero-cost start
-
 
 @final
 @dataclass(frozen=True)
@@ -94,16 +92,13 @@ class ZeroCostStart:
             for edge in edges:
                 edge.weights = EdgeWeights(without)
             scores[row, operation] = -PROXIES[self.proxy](network, images, labels)
-        if not scores[equal > 0].isfinite().all():
-            raise ConfigurationError(
-                f"alpha_start: {self.proxy} of the mixture is not finite: choose another proxy"
-            )
         centred = scores - scores.nanmean(1, keepdim=True)
         spread = centred.square().nanmean(1, keepdim=True).sqrt()
         is_equal = spread <= 1e-12 * scores.abs().nan_to_num().amax(1, keepdim=True)
-        if is_equal.all():
+        if is_equal.all() or not scores[equal > 0].isfinite().all():
             raise ConfigurationError(
-                f"alpha_start: {self.proxy} is the same whichever operation is left out: choose another proxy"
+                f"alpha_start: {self.proxy} of the mixture is not finite, or the same whichever operation is "
+                "left out: choose another proxy"
             )
         return (self.scale * centred / spread).masked_fill(is_equal, 0).nan_to_num(0.0).float()
 
@@ -167,7 +162,7 @@ class CellMixture(SharedWeights):
             torch.manual_seed(derive_seed(self.seed, "proxy weights"))
             fresh = self.space.network(self.rule.edge, affine=False, **self.shape)
         sizes = {name: self.shape[name] for name in ("in_channels", "num_classes")}
-        batch = noise_batch(_NOISE, side=self.image_size, seed=self.seed, **sizes)
+        batch = noise_batch(32, side=self.image_size, seed=self.seed, **sizes)
         return start.alpha(fresh, self.space, *batch)
 
     @property
@@ -223,16 +218,6 @@ class CellMixture(SharedWeights):
         """Return edge weights that run one given operation on each row."""
         edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
         return replace(weights_of(operations, self.alpha), edges=edges)
-
-    def mixed_logits(self, images: Tensor, alphas: Tensors) -> Tensor:
-        """Return logits (B, num_classes) of the mixture of all architectures; for rules that do not draw.
-
-        Args:
-            images: (B, in_channels, height, width).
-            alphas: architecture parameters by name; gradients flow.
-        """
-        logits: Tensor = self.network(images, self.mixed(alphas, SearchStep()))
-        return logits
 
     def mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
         """Return the edge weights of the rule for given architecture parameters."""

@@ -218,7 +218,7 @@ def retraining(
         run: configuration of the search; None if there is none.
     """
     network = {
-        "space": _short_text(description(architecture.space)),
+        "space": description(architecture.space),
         "architecture": str(architecture),
         **shape,
         **({} if weights is None else {"weights": weights}),
@@ -276,16 +276,3 @@ def _without_search(run: dict[str, Any]) -> dict[str, Any]:
         ]
         trainer["callbacks"] = [c for c in callbacks if c not in of_search] or None
     return run
-
-
-def _short_text(space: dict[str, Any]) -> dict[str, Any]:
-    """Shorten class paths of this package to the exported names, and drop empty settings."""
-    module, _, name = space["class_path"].rpartition(".")
-    path = (
-        f"fl_lightning.nas.{name}" if module.startswith("fl_lightning.nas.") else f"{module}.{name}"
-    )
-    arguments = {
-        key: _short_text(value) if isinstance(value, dict) and "class_path" in value else value
-        for key, value in space["init_args"].items()
-    }
-    return {"class_path": path, **({"init_args": arguments} if arguments else {})}

@@ -133,12 +133,11 @@ class OneShot(SharedWeights):
             norm.momentum = 0.0  # running statistics do not change in training
         self._branches = residual_branches(self.network)
         norms = [branch for branch, _ in self._branches if isinstance(branch, nn.BatchNorm2d)]
-        for option, found in {"zero_gamma": norms, "drop_connect": self._branches}.items():
-            if {"zero_gamma": zero_gamma, "drop_connect": drop_connect}[option] and not found:
-                raise ConfigurationError(
-                    f"model.{option}: no block of {space.name} names residual branches that it applies to, by a "
-                    "method residual_branches(): leave it out"
-                )
+        if (zero_gamma and not norms) or (drop_connect and not self._branches):
+            raise ConfigurationError(
+                f"model.{'zero_gamma' if zero_gamma else 'drop_connect'}: no block of {space.name} names residual "
+                "branches that it applies to, by a method residual_branches(): leave it out"
+            )
         for norm in norms if zero_gamma else ():
             nn.init.zeros_(norm.weight)
         self.costs = CostOf("flops", image_size, in_channels, num_classes)

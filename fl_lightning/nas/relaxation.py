@@ -129,10 +129,6 @@ class Relaxation(ABC):
         """Return an edge with these candidate operations (`MakeEdge`); `CellSpace.network` calls this."""
         return MixedEdge(row, [make(*sizes) for make in candidates])
 
-    def temperature(self, progress: float) -> float:
-        """Return the temperature τ at a progress in [0, 1]."""
-        return 1.0
-
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
         """Return a corrected α after an optimizer step; unchanged by default.
 

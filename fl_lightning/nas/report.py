@@ -335,9 +335,6 @@ def _check_beside_updates(federation: Any, sends: str) -> None:
         )
 
 
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
-
-
 def _check_reach(module: Any, num_steps: int, num_rounds: int) -> None:
     """Raise ConfigurationError if α cannot decide in a number of steps, all in one direction.
 
@@ -345,13 +342,9 @@ def _check_reach(module: Any, num_steps: int, num_rounds: int) -> None:
     has a zero-cost start.
     """
     optimizer = module.new_architecture_optimizer(list(module.alphas.values()))
+    has_moments = "betas" in optimizer.defaults  # of Adam's kind
     is_started = module.alpha_held or module.started_from is not None
-    if (
-        num_rounds < 2
-        or num_steps < _LEAST_STEPS
-        or is_started
-        or not isinstance(optimizer, _ADAMS)
-    ):
+    if num_rounds < 2 or num_steps < _LEAST_STEPS or is_started or not has_moments:
         return
 
     def entropy(reach: float) -> float:

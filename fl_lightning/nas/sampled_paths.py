@@ -101,8 +101,8 @@ class HardGumbel(Relaxation):
         check_range("last_temperature", last_temperature, "above 0 and finite")
         self._first, self._last, self._others = first_temperature, last_temperature, others
 
-    @override
     def temperature(self, progress: float) -> float:
+        """Return the temperature τ at a progress in [0, 1]."""
         return (1 - progress) * self._first + progress * self._last
 
     @override
@@ -139,8 +139,8 @@ class SoftGumbel(Relaxation):
         self._first, self._decay, self._num_epochs = first_temperature, decay, num_epochs
         self.alpha_from = alpha_from
 
-    @override
     def temperature(self, progress: float) -> float:
+        """Return the temperature τ at a progress in [0, 1]."""
         return float(self._first * self._decay ** (progress * self._num_epochs))
 
     @override

@@ -213,6 +213,11 @@ def test_blocks_start_as_shortcuts_if_the_last_scale_is_zero(space):
         assert not block.bn3(torch.randn(2, block.bn3.num_features, 3, 3)).any()
 
 
+def test_scales_of_a_space_without_batch_norm_do_not_start_at_zero():
+    with pytest.raises(ConfigurationError, match="zero_gamma: no block of vit names residual"):
+        one_shot(VIT, zero_gamma=True)
+
+
 def test_drop_connect_keeps_the_mean_and_spares_the_first_stages():
     branches = residual_branches(one_shot(MOBILENET).network)
     # of 5 blocks the first has a shortcut, and of every stage the second

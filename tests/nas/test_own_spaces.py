@@ -40,6 +40,7 @@ from fl_lightning.nas import (
 )
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.cost import built_cost
+from fl_lightning.nas.relaxation import SearchStep
 from fl_lightning.nas.search.problem import Constraint, Problem
 from fl_lightning.nas.search.strategies import Evolution
 from fl_lightning.nas.spaces.named import described_space, description
@@ -216,7 +217,7 @@ def test_layers_are_searched_by_every_rule(rule, learn, federated):
 def test_a_mixture_is_weighted_by_the_softmax_over_the_layers_that_there_are():
     module = Supernet(LAYERS, num_classes=2, in_channels=1, channels=4, seed=0)
     x = torch.randn(2, 1, 8, 8)
-    mixed = module.mixed_logits(x, module.alphas)
+    mixed = module.network(x, module.mixed(module.alphas, SearchStep()))
     parts = [
         module.shares[0, a] * module.shares[1, b] * module.shares[2, c]
         for a, b, c in ((a, b, c) for a in range(2) for b in range(3) for c in range(2))

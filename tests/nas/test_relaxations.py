@@ -161,7 +161,6 @@ def test_temperatures_over_a_search():
     assert [fbnet.temperature(e / 90) for e in (0, 1, 90)] == pytest.approx(
         [5, 5 * 0.956, 5 * 0.956**90]
     )
-    assert Softmax().temperature(0.3) == 1
 
 
 def test_soft_weights_become_hard_ones_as_the_temperature_falls():

@@ -1,12 +1,14 @@
 """Which sub-networks are trained: pure draws, sandwich, distillation, shrinking, budgets."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_one_shot import step
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
@@ -190,36 +192,31 @@ def test_after_a_hundred_more_draws_a_candidate_of_another_bin_is_taken():
 
 @pytest.mark.parametrize("keep", ["best", "worst"])
 def test_attentive_draws_are_the_extremes_of_one_bin(keep):
+    """The loss of the toy step falls as sizes rise."""
     space = small_resnet()
     bins = CostBins(space, flops, seed=0, num_drawn=200, num_bins=4)
-    seen = []
+    numbers = set()
+    for number in range(20):
+        seen, one = [], step(space, seed=number)
 
-    def predict(architectures):
-        seen.append(architectures)
-        return [sum(architecture.choices) for architecture in architectures]
+        def logits(architecture, seen=seen, one=one):
+            seen.append(architecture)
+            return one.frozen(architecture) / 2
 
-    def draw(step):
-        generator = torch_generator(0, "test", step)
-        return bins.attentive_draw(predict, generator, keep=keep, num_candidates=20)
-
-    for step in range(20):
-        drawn = draw(step)
-        assert len(seen[-1]) == 20
-        assert len({bins.of(flops(candidate)) for candidate in seen[-1]}) == 1
-        extreme = (max if keep == "best" else min)(sum(other.choices) for other in seen[-1])
+        drawn = Attentive(keep, num_candidates=20)._kept(bins, replace(one, logits=logits))
+        assert len(seen) == 20
+        assert len({bins.of(flops(candidate)) for candidate in seen}) == 1
+        extreme = (max if keep == "best" else min)(sum(other.choices) for other in seen)
         assert sum(drawn.choices) == extreme
-    assert draw(19) == drawn
-    assert len({bins.of(flops(candidates[0])) for candidates in seen}) > 1
+        numbers.add(bins.of(flops(seen[0])))
+    assert len(numbers) > 1
 
 
 def test_bins_are_drawn_as_often_as_their_share():
     space = small_resnet()
     bins = CostBins(space, flops, seed=0, num_drawn=500, num_bins=3)
-    generator = torch.Generator().manual_seed(0)
-    equal = lambda architectures: [0.0] * len(architectures)
-    found = Counter(
-        bins.of(flops(bins.attentive_draw(equal, generator, num_candidates=1))) for _ in range(2000)
-    )
+    one, method = step(space), Attentive(num_candidates=1)
+    found = Counter(bins.of(flops(method._kept(bins, one))) for _ in range(2000))
     for number, share in enumerate(bins.shares.tolist()):
         assert found[number] / 2000 == pytest.approx(share, abs=0.04)
 

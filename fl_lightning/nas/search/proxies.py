@@ -12,8 +12,6 @@
     plain     Σ_θ θ · ∂L/∂θ                                         Mozer, Smolensky 1989
     fisher    Σ_channels mean_i (Σ_pixels a · ∂L/∂a)² / 2, a the outputs of layers
                                                                     Turner et al. 2020, ICLR
-    epe       Σ_classes |Σ log(|C| + k)|, C the correlations between the input gradients of a class;
-              above 100 classes the mean difference of classes      Lopes et al. 2021, ICANN
 
 Several proxies are combined by ranks, which need no common unit: the score of an architecture is the share
 of random architectures that it beats, averaged over proxies (`MeanRank`).
@@ -197,40 +195,19 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     Raises:
         ConfigurationError: for a batch of one.
     """
-    correlations = torch.corrcoef(_input_gradients("jacov", network, images)[0])
+    _check_batch("jacov", images)
+    inputs = images.detach().clone().requires_grad_()
+    outputs = copy.deepcopy(network).train()(inputs).sum()
+    if not outputs.requires_grad:
+        return -math.inf
+    (gradients,) = torch.autograd.grad(outputs, inputs, allow_unused=True)
+    if gradients is None:
+        return -math.inf
+    correlations = torch.corrcoef(gradients.flatten(1).double())
     if not correlations.isfinite().all():  # an example has no gradient
         return -math.inf
     values = torch.linalg.eigvalsh(correlations).clamp(min=0) + _K
     return float(-(values.log() + 1 / values).sum())
-
-
-def epe(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """EPE-NAS score: correlations between the input gradients of examples of a class; errors as for `jacov`."""
-    gradients, num_classes = _input_gradients("epe", network, images)
-    scores = []
-    for label in labels.unique():
-        correlations = torch.atleast_2d(torch.corrcoef(gradients[labels == label]))
-        logs = (correlations.abs() + _K).log()
-        scores.append(logs.sum() / (len(logs) if num_classes > 100 else 1))
-    of_class = torch.stack(scores)
-    if not of_class.isfinite().all():
-        return -math.inf
-    if num_classes > 100:
-        return float((of_class[:, None] - of_class).abs().sum() / len(of_class))
-    return float(of_class.abs().sum())
-
-
-def _input_gradients(name: str, network: nn.Module, images: Tensor) -> tuple[Tensor, int]:
-    """Return the gradient of the summed outputs by each image, (batch, pixels), and the number of outputs.
-
-    Gradients are zero if the outputs do not depend on the images.
-    """
-    _check_batch(name, images)
-    inputs = images.detach().clone().requires_grad_()
-    outputs = copy.deepcopy(network).train()(inputs)
-    total = outputs.sum() + 0 * inputs.sum()
-    (gradients,) = torch.autograd.grad(total, inputs)
-    return gradients.flatten(1).double(), outputs.shape[1]
 
 
 PROXIES: dict[str, Proxy] = {
@@ -242,7 +219,6 @@ PROXIES: dict[str, Proxy] = {
     "l2_norm": l2_norm,
     "plain": plain,
     "fisher": fisher,
-    "epe": epe,
 }
 
 

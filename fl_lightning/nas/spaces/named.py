@@ -96,9 +96,11 @@ def described_space(description: Any) -> SearchSpace:
 def description(space: SearchSpace) -> dict[str, Any]:
     """Return ``class_path`` and ``init_args`` of a space as numbers, strings, lists and mappings.
 
+    Class paths are those that users write; empty ``init_args`` are left out.
+
     Example:
         >>> description(NASBench201())
-        {'class_path': 'fl_lightning.nas.spaces.nas_bench_201.NASBench201', 'init_args': {}}
+        {'class_path': 'fl_lightning.nas.NASBench201'}
         >>> described_space(description(small_mobilenet())) == small_mobilenet()
         True
     """
@@ -110,7 +112,10 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         kind = type(value)
         settings = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-        return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": settings}
+        is_ours = kind.__module__.startswith("fl_lightning.nas.")
+        module = "fl_lightning.nas" if is_ours else kind.__module__  # which exports it
+        path = {"class_path": f"{module}.{kind.__qualname__}"}
+        return {**path, "init_args": settings} if settings else path
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

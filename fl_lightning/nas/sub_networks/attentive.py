@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, final
+from typing import Literal, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -68,16 +67,18 @@ class Attentive(Method):
             step.space, step.cost, seed=step.seed, num_drawn=self.pool, num_bins=self.num_bins
         )
 
-        def scores(candidates: Sequence[Architecture]) -> Sequence[float]:
-            parts = [within(candidate, step.limit) for candidate in candidates]
-            with torch.no_grad():
-                return [-step.labels_loss(step.logits(part)).item() for part in parts]
+        drawn = [self._kept(bins, step) for _ in range(self.num_drawn)]
+        return sandwich_loss(step, drawn)
 
-        options: Any = {"keep": self.keep, "num_candidates": self.num_candidates}
-        drawn = [
-            bins.attentive_draw(scores, step.generator, **options) for _ in range(self.num_drawn)
-        ]
-        return sandwich_loss(step, [within(one, step.limit) for one in drawn])
+    def _kept(self, bins: CostBins, step: Step) -> Architecture:
+        """Return the candidate of a drawn bin with the lowest or highest loss; the first of equal ones."""
+        number = int(torch.multinomial(bins.shares, 1, generator=step.generator))
+        drawn = [bins.draw(number, step.generator) for _ in range(self.num_candidates)]
+        candidates = [within(candidate, step.limit) for candidate in drawn]
+        with torch.no_grad():
+            losses = [step.labels_loss(step.logits(one)).item() for one in candidates]
+        best = min if self.keep == "best" else max
+        return candidates[losses.index(best(losses))]
 
 
 class CostBins:
@@ -136,27 +137,6 @@ class CostBins:
             if self.of(self.cost(drawn)) == number:
                 break
         return drawn
-
-    def attentive_draw(
-        self,
-        score: Callable[[Sequence[Architecture]], Sequence[float]],
-        generator: torch.Generator,
-        *,
-        keep: Keep = "best",
-        num_candidates: int = 50,
-    ) -> Architecture:
-        """Return the best or worst of several random sub-networks of one bin; the first of equal ones.
-
-        Args:
-            score: function for the scores of architectures, higher is better.
-            generator: generator of the draws.
-            keep: ``"best"`` or ``"worst"``.
-            num_candidates: number of candidates.
-        """
-        number = int(torch.multinomial(self.shares, 1, generator=generator))
-        candidates = [self.draw(number, generator) for _ in range(num_candidates)]
-        scores = np.asarray(score(candidates))
-        return candidates[int(scores.argmax() if keep == "best" else scores.argmin())]
 
 
 bins_by_cost = lru_cache(maxsize=4)(CostBins)  # a pure function that takes two seconds
