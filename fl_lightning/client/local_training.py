@@ -27,7 +27,6 @@ from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
 from fl_lightning.client.state.tensors import (
     Constants,
     ModuleTensors,
-    candidates,
     is_number,
     state_space,
     whole_numbers,
@@ -110,7 +109,6 @@ class LocalTrainer:
         self._optimizer_steps = OptimizerSteps(self._optimizers, by_hand=by_hand)
         self.round_start = RoundStart(self._optimizers, schedules, by_step)
         self._step = step
-        self._holds: GlobalModel | None = None
         self._in_hand: Sequence[SizedBatch] = ()  # batches of the current step
         self.counts_steps = True
         self.set_personal(())
@@ -134,7 +132,7 @@ class LocalTrainer:
 
     def set_state(self, names: Sequence[str]) -> None:
         """Set the names of the buffers and frozen parameters that form the clients' shared state."""
-        self.state_names, self._holds = list(names), None
+        self.state_names = list(names)
         self.buffers = self._state_space()
         self.start_round()
 
@@ -162,13 +160,12 @@ class LocalTrainer:
 
     def load_personal(self, personal: Tensor | None) -> None:
         """Start the next clients with these personal tensors, shape (o,); None for the global model's."""
-        self._loaded, self._holds = personal, None
+        self._loaded = personal
 
     def renew_space(self) -> None:
         """Rebuild `space` from the trainable parameters and the current masks."""
         self.space = Space.of_parameters(self._module, self.masks.active(), without=self._apart)
         self.masks.note()
-        self._holds = None
 
     def read(self) -> GlobalModel:
         """Return the module's current values as a global model."""
@@ -182,8 +179,7 @@ class LocalTrainer:
         """
         self.tensors.restore_memory()
         self.tensors.note()
-        params = self._module.named_parameters()
-        present = [name for name, p in params if p.requires_grad and name not in self._apart]
+        present = [name for name in self.tensors.trainable if name not in self._apart]
         if present != self.space.names:
             changed = sorted(set(present) ^ set(self.space.names))
             raise ConfigurationError(
@@ -191,11 +187,11 @@ class LocalTrainer:
                 "fixed when a run starts. Freeze before, or start another run."
             )
         self.round_start.note(number)
-        self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
         self._personal_start = self.personal.read() if self._apart else None
         elsewhere = {*self.buffers.names, *self._apart}
-        constant = {n: t for n, t in candidates(self._module).items() if n not in elsewhere}
+        fixed = self.tensors.fixed.items()
+        constant = {n: t for n, t in fixed if is_number(t) and n not in elsewhere}
         self._constants, self._round = Constants(constant), number
         if not self._attributes.is_same():  # else the last snapshot still holds
             self._attributes = Attributes(self._module, ignore=self._ignore)
@@ -206,13 +202,8 @@ class LocalTrainer:
 
         The lists keep them until the next client trains, or until `restore`.
         """
-        append(self._appended)
-
-    def _put_attributes_back(self) -> None:
-        if self._attributes.is_same():
-            return
-        appended = self._attributes.put_back()
-        self._appended += appended if self.keeps_lists else []
+        if self._appended:
+            append(self._appended)
 
     def end_round(self, model: GlobalModel) -> None:
         """Restore the global model, and leave the module's attributes to hooks until the next round."""
@@ -239,8 +230,9 @@ class LocalTrainer:
 
         Inside a round the module's attributes are restored as well.
         """
-        if self._in_round:
-            self._put_attributes_back()
+        if self._in_round and not self._attributes.is_same():
+            appended = self._attributes.put_back()
+            self._appended += appended if self.keeps_lists else []
         self.keeps_lists = False
         self.space.write(model.params)
         self.buffers.write(model.buffers)
@@ -251,7 +243,6 @@ class LocalTrainer:
         if own is not None:
             self.personal.write(own)
         self.round_start.put_back()
-        self._holds = model
 
     def train(
         self,
@@ -276,7 +267,11 @@ class LocalTrainer:
             ClientFailure: if a step raised (the cause), if there was no step, or if a loss or the delta
                 is not finite.
         """
-        active = self._begin(start, masks)
+        self.restore(start)
+        active = None
+        if masks is not None:  # they hold until the next `restore`
+            active = self.space.coordinates(masks)
+            self.masks.set(masks)
         try:
             num_steps, losses, sizes = self._take_steps(batches)
             self.tensors.freeze_again()
@@ -314,20 +309,6 @@ class LocalTrainer:
             raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
-
-    def _begin(self, start: GlobalModel, masks: Mapping[str, Tensor] | None) -> Tensor | None:
-        """Load the start into the module; returns the coordinates that a client with masks may move."""
-        if self._holds is not start:
-            self.restore(start)
-        else:
-            self._put_attributes_back()
-            self.keeps_lists = False
-        self._holds = None
-        if masks is None:
-            return None
-        active = self.space.coordinates(masks)
-        self.masks.set(masks)  # until the next `restore`
-        return active
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]

@@ -7,6 +7,7 @@ import signal
 import time
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -560,10 +561,15 @@ def test_a_run_of_one_step_is_told_in_the_singular(caplog):
 
 def test_who_else_has_the_processor_does_not_count():
     """What the thread itself computes is timed, not what it waits for."""
-    measured = trial.Trial(toy_trainer(), None, None, None, [], None)
-    step = ClientWork(0, 1, torch.zeros(1), [1])
-    assert measured.seconds_per_step(lambda: time.sleep(0.2), [step]) < 0.1
-    busy = measured.seconds_per_step(lambda: torch.randn(2_000_000).sort(), [step])
+
+    def wait_or_compute(client, model):
+        return torch.randn(2_000_000).sort() if client.client_id else time.sleep(0.2)
+
+    step = SimpleNamespace(speedups=())
+    measured = trial.Trial(toy_trainer(), None, step, None, [], wait_or_compute)
+    ways = [trial.Way([ClientWork(i, 1, torch.zeros(1), [1])]) for i in range(2)]
+    waiting, busy = measured.seconds(*ways)
+    assert waiting < 0.1
     assert busy > 0.01
 
 
@@ -611,14 +617,17 @@ class Breaking(ToyModule):
     ],
 )
 def test_auto_takes_slots_that_are_faster(kind, compiler_seconds, how, monkeypatch, caplog):
-    monkeypatch.setattr(choice, "SLOTS_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "SPEEDUP_SECONDS", 1e9)
     monkeypatch.setattr(choice, "LEAST_STEPS", 0)
     monkeypatch.setattr(choice, "COMPILED_SLOTS_SECONDS", compiler_seconds)
     monkeypatch.setattr(choice, "LEAST_BY_SLOTS", 1e-9)  # whatever the machine does meanwhile
     # each way that is tried is faster than the one before
-    seconds = iter([4.0, 2.0, 1.0])
-    measure = "seconds_per_step"
-    monkeypatch.setattr(trial.Trial, measure, lambda _, run, __: run() or next(seconds))
+    shortest, measure = iter([8.0, 4.0, 2.0, 1.0]), trial.Trial.seconds
+    monkeypatch.setattr(
+        trial.Trial,
+        "seconds",
+        lambda self, *ways, **options: [next(shortest) for _ in measure(self, *ways, **options)],
+    )
     one, many = toy(), toy(kind)
     first = run(one, "sequential")
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):

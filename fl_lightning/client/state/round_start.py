@@ -137,11 +137,12 @@ class RoundStart:
                         group[name].fill_(value)
                     else:
                         group[name] = tuple(value) if isinstance(value, list) else value
-        self._tell_rates()
+        if self._by_step is not None:
+            self._tell_rates()
 
     def _tell_rates(self) -> None:
         """Update the rates that ``get_last_lr`` of the schedules returns."""
-        for schedule in self._schedules if self._by_step is not None else ():
+        for schedule in self._schedules:
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
@@ -176,8 +177,11 @@ class RoundStart:
         Raises:
             ConfigurationError: if an optimizer has changed a tensor that is not in ``optimizer.state``.
         """
-        for optimizer, tensors in zip(self._foreign, self._tensors, strict=True):
+        for optimizer, tensors, numbers in zip(
+            self._foreign, self._tensors, self._numbers, strict=True
+        ):
             _refuse_changed(optimizer, tensors)
+            vars(optimizer).update(numbers)
         must_copy = self.counts_steps or self._has_tensors
         for optimizer, noted in zip(self._optimizers, self._options, strict=True):
             optimizer.state.clear()
@@ -185,13 +189,12 @@ class RoundStart:
                 for added in group.keys() - options.keys() - {"params"}:
                     del group[added]
                 group.update(_copied(options) if must_copy else options)
-        for optimizer, numbers in zip(self._foreign, self._numbers, strict=True):
-            vars(optimizer).update(numbers)
         triples = zip(self._schedules, self._positions, self._states, strict=True)
         for schedule, position, state in triples:
             if position is None or position != schedule.last_epoch:
                 schedule.load_state_dict(copy.deepcopy(state))
-        self._tell_rates()
+        if self._by_step is not None:
+            self._tell_rates()
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

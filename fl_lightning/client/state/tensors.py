@@ -101,6 +101,10 @@ class ModuleTensors:
     Args:
         module: the module.
 
+    Attributes:
+        trainable: trainable parameters by name, each once.
+        fixed: buffers and frozen parameters by name, each once.
+
     Example:
         >>> module = nn.BatchNorm1d(2)
         >>> tensors, mean = ModuleTensors(module), module.running_mean
@@ -111,20 +115,27 @@ class ModuleTensors:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places: list[tuple[str, Any, str, Tensor]] = [
-            (f"{path}.{name}" if path else name, members, name, tensor)
-            for path, part in module.named_modules()
-            for members in (part._parameters, part._buffers)
-            for name, tensor in members.items()
-            if tensor is not None and not is_lazy(tensor) and not tensor.is_meta
-        ]
-        self._params = {param: name for name, param in module.named_parameters()}
+        self._module = module
         self.note()
 
     def note(self) -> None:
-        """Record the memory of every tensor, and which parameters are trainable."""
+        """Record all tensors and their memory, and which parameters are trainable."""
+        places: list[tuple[str, Any, str, Tensor]] = [
+            (f"{path}.{name}" if path else name, members, name, tensor)
+            for path, part in self._module.named_modules()
+            for members in (part._parameters, part._buffers)
+            for name, tensor in members.items()
+            if tensor is not None
+        ]
+        named: dict[Tensor, str] = {}
+        for path, *_, tensor in places:
+            named.setdefault(tensor, path)
+        self._places = [each for each in places if not is_lazy(each[3]) and not each[3].is_meta]
+        self._params = {t: path for t, path in named.items() if isinstance(t, nn.Parameter)}
         self._trains = [param.requires_grad for param in self._params]
         self._frozen = [param for param in self._params if not param.requires_grad]
+        self.trainable = {path: p for p, path in self._params.items() if p.requires_grad}
+        self.fixed = {path: t for t, path in named.items() if path not in self.trainable}
         self._own = [tensor for *_, tensor in self._places]
         self._tensors = [tensor for tensor in self._own if tensor.layout == torch.strided]
         self._memory = [tensor.detach() for tensor in self._tensors]

@@ -1,13 +1,15 @@
 """Choice of a run's engine: sequential, sequential with speedups, or many clients at once in slots.
 
 All engines give the same updates, so the choice is one of speed. It is made once, before the first
-clients train, in this order, and logged in one line.
+clients train, and logged in one line. ``engine: auto`` begins with plain sequential steps and tries, in this
+order, what may be faster. Each is tried only if the training ahead is long enough to repay the trial, must
+give a client's sequential result (`Trial`), and is taken if it is faster:
 
-1. Speedups of a single step, one after the other, where training takes a minute or more. A compiled
-   graph brings some per cent and is tried where training takes 20 minutes.
-2. Slots without a compiler, if nothing rules slots out (`raise_if_impossible`) and a trial client gets
-   the same update. Trying them costs a few steps; small models train 2 to 5 times as fast.
-3. Compiled slots, if the remaining training takes longer than the compiler.
+1. Speedups of a single step, one after the other, if training takes a minute or more. A compiled graph
+   brings some per cent, and is tried if training takes 20 minutes.
+2. Slots that are not compiled, if nothing rules slots out (`raise_if_impossible`). A trial of them takes
+   about a tenth of a second, and small models train 2 to 5 times as fast.
+3. Compiled slots, if training still takes longer than the compiler.
 
 `Trial` says how times are measured. Checkpoints keep the choice: a resumed run does not choose again.
 """
@@ -16,68 +18,46 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
 
-from fl_lightning.client.work import ClientWork
+from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.engines import (
-    SPEEDUPS,
-    CannotPad,
-    CannotStack,
-    Speedup,
-    StackedOptions,
+from fl_lightning.engines import SPEEDUPS, CannotPad, CannotStack, Speedup, StackedOptions
+from fl_lightning.federation.clients.in_slots import (
+    SlotEngine,
+    fitting_slots,
+    one_at_a_time,
+    pads,
+    raise_if_impossible,
 )
-from fl_lightning.federation.clients.in_slots import SlotEngine, raise_if_impossible
 from fl_lightning.federation.clients.spot_check import FULL_PRECISIONS, TrainAlone, remark_of
-from fl_lightning.federation.clients.trial import (
-    Trial,
-    reason_against_speedup,
-    sample_of,
-)
+from fl_lightning.federation.clients.trial import Trial, Way
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stages, overridden
+from fl_lightning.federation.stage import Stages
 
 # With more parameters, one client's step fills a core. A GPU needs far larger models: ten clients of a
 # ViT of 2.7 million parameters trained three times as fast in slots.
 _MOST_PARAMETERS, _MOST_ON_GPU = 2_000_000, 50_000_000
-# Runs of fewer local steps do not repay timing one client.
-LEAST_STEPS = 500
-# Compiling takes 5 to 20 seconds: where slots are faster, fewer steps than this take less.
+# Runs of fewer local steps take about half a second in small models, and do not repay a trial.
+LEAST_STEPS = 1000
+# Slots that are asked for are compiled from this many local steps on.
 SHORT_RUN_STEPS = 10_000
-# A trial of slots takes about a tenth of a second, of speedups about a second each.
-SLOTS_SECONDS, SPEEDUPS_SECONDS = 0.5, 60.0
-# Compiling takes 5 to 20 s and makes steps of slots 2 to 6 times as fast; a single step, some per cent.
-COMPILED_SLOTS_SECONDS, COMPILED_STEP_SECONDS = 20.0, 1200.0
-# Least speed, relative to sequential or plain steps, by which slots or a speedup are used.
+# Seconds of training that repay a trial: of a speedup (a second), of a compiled step and of compiled slots
+# (5 to 20 s). A compiled step is some per cent faster, compiled slots are 2 to 6 times as fast.
+SPEEDUP_SECONDS, COMPILED_STEP_SECONDS, COMPILED_SLOTS_SECONDS = 60.0, 1200.0, 20.0
+# Most time of all trials of speedups, as a fraction of the training.
+SHARE_OF_SPEEDUPS = 0.05
+# Steps of the run that one turn of a trial of slots takes, as a fraction: 2 to 10 steps of a client.
+_SHARE_OF_A_TURN = 0.005
+# Least speed, relative to sequential or plain steps, by which slots or a speedup are taken.
 LEAST_BY_SLOTS, LEAST_BY_SPEEDUP = 1.1, 1.03
-# Most time of a measurement, as a fraction of the whole training and in seconds: of slots, and of all
-# speedups together.
-_SHARE, _MOST_SECONDS = 0.02, 1.0
-_SHARE_OF_SPEEDUPS, _MOST_SECONDS_OF_SPEEDUPS = 0.05, 120.0
-
-
-def pads(asked: bool | None, module: nn.Module) -> bool:
-    """Return whether smaller batches may be padded: the option, else the module's ``loss_is_mean``.
-
-    The attribute of a class does not hold for a subclass that overrides ``training_step``.
-    """
-    if asked is not None:
-        return asked
-    for space in (vars(module), *map(vars, type(module).__mro__)):
-        if "loss_is_mean" in space:
-            return bool(space["loss_is_mean"])
-        if "training_step" in space:
-            break
-    return False
 
 
 class EngineChooser:
@@ -100,15 +80,13 @@ class EngineChooser:
     def __init__(self, run: Run, asked: Options, stages: Stages) -> None:
         correction, personal = asked.correction, asked.personal
         self._trainer, self._local, self._step = run.trainer, run.local, run.step
-        self._options, self._accumulate = asked, run.accumulate
-        self._stages, self._own_stages = stages, asked.stages
+        self._options, self._accumulate, self._stages = asked, run.accumulate, stages
         self._stacking = StackedOptions(
             num_slots=1,
             padded=pads(asked.pad_batches, run.module),
             has_pull=correction is not None and correction.pull > 0,
             has_shift=correction is not None and correction.has_shift,
         )
-        self._reason_against = partial(reason_against_speedup, run.step)
         self._needs_plain_steps = personal is not None and (
             personal.own_epochs is not None or personal.mixture is not None
         )
@@ -136,7 +114,8 @@ class EngineChooser:
         try:
             sequential += self._choose_speedups(trial)
             sequential += self._remark("direct_layers" in self._step.speedups)
-            raise_if_impossible(self._trainer, self._accumulate, self._one_at_a_time())
+            reason = one_at_a_time(self._trainer, self._local, self._stages, self._options.stages)
+            raise_if_impossible(self._trainer, self._accumulate, reason)
             slots, why = self._forced_slots(trial) if is_forced else self._faster_slots(trial)
         except (
             ClientFailure,
@@ -167,7 +146,7 @@ class EngineChooser:
                 "freezes one part after the other, APFL mixes two models: leave speedups out"
             )
         for speedup in speedups:
-            if reason := self._reason_against(speedup):
+            if reason := self._step.reason_against(speedup):
                 raise ConfigurationError(
                     f"federation: speedups has {speedup}, but {reason}: leave it out"
                 )
@@ -175,30 +154,28 @@ class EngineChooser:
 
     def _choose_speedups(self, trial: Trial) -> str:
         """Use the speedups that pay for sequential clients; return them as text."""
-        options = self._options
+        options, num_steps = self._options, trial.num_steps
         if options.engine != "auto" or options.speedups is not None or self._needs_plain_steps:
             return f" with {', '.join(options.speedups)}" if options.speedups else ""
-        candidates = {speedup for speedup in SPEEDUPS if self._reason_against(speedup) is None}
-        if not str(self._trainer.precision).startswith("bf16"):
-            candidates.discard("math_attention")
-        if not candidates or trial.num_steps < LEAST_STEPS:
+        is_half = str(self._trainer.precision).startswith("bf16")
+        candidates = [
+            speedup
+            for speedup in SPEEDUPS
+            if (is_half or speedup != "math_attention") and not self._step.reason_against(speedup)
+        ]
+        if not candidates or num_steps < LEAST_STEPS:
             return ""
-        one = trial.seconds_of_longest()
-        total_seconds = one * trial.num_steps
-        if total_seconds < SPEEDUPS_SECONDS:
+        (one,) = trial.seconds(Way([trial.longest.head(1)]), turns=2)
+        if one * num_steps < SPEEDUP_SECONDS:
             return ""
-        if total_seconds < COMPILED_STEP_SECONDS:
-            candidates.discard("compiled")
-        return self._measure_speedups(trial, one, total_seconds, candidates)
-
-    def _measure_speedups(
-        self, trial: Trial, one: float, total_seconds: float, candidates: Collection[Speedup]
-    ) -> str:
-        limit = min(_MOST_SECONDS_OF_SPEEDUPS, _SHARE_OF_SPEEDUPS * total_seconds)
+        limit, speed = SHARE_OF_SPEEDUPS * one * num_steps, 1.0
         rank_zero_info(f"engine: measuring which speedups of a step pay, for {limit:.0f} s at most")
-        ends, speed = time.perf_counter() + limit, 1.0
-        for speedup in (speedup for speedup in SPEEDUPS if speedup in candidates):
-            ratio = trial.speed_of(speedup, one) if time.perf_counter() < ends else 0.0
+        ends = time.perf_counter() + limit
+        for speedup in candidates:
+            is_short = speedup == "compiled" and one * num_steps < COMPILED_STEP_SECONDS
+            if is_short or time.perf_counter() > ends:
+                continue
+            ratio = trial.speed_of(speedup, one)
             if ratio >= LEAST_BY_SPEEDUP:
                 self._step.use((*self._step.speedups, speedup))
                 speed *= ratio
@@ -212,13 +189,9 @@ class EngineChooser:
         Raises:
             CannotStack: if slots do not give the sequential engine's updates.
         """
-        compiled = trial.num_steps >= SHORT_RUN_STEPS
-        stacking = replace(
-            trial.agreeing(self._stacking),
-            num_slots=self._options.slots or trial.slots_for(trial.work, compiled=compiled),
-            compiled=compiled,
-        )
-        return SlotEngine(self._trainer, self._local, stacking), "as asked for"
+        stacking = trial.agreeing(self._stacking)
+        is_long = trial.num_steps >= SHORT_RUN_STEPS
+        return self._slots_for(trial.work, stacking, compiled=is_long), "as asked for"
 
     def _faster_slots(self, trial: Trial) -> tuple[SlotEngine, str]:
         """Return slots if they are faster, and the reason as text.
@@ -235,22 +208,22 @@ class EngineChooser:
                 "1 local step does" if round(num_steps) == 1 else f"{num_steps:.0f} local steps do"
             )
             raise CannotStack(f"{what} not repay a trial")
-        one = trial.seconds_alone()
-        if one * num_steps < SLOTS_SECONDS:
-            raise CannotStack(f"{one * num_steps:.1f} s of training do not repay a trial")
         began = time.perf_counter()
-        stacking = trial.agreeing(self._stacking)
-        fitting, share = trial.stackable(stacking)
-        number = self._options.slots or trial.slots_for(fitting, compiled=False)
-        seconds = min(_MOST_SECONDS, _SHARE * one * num_steps)
-        sample = sample_of(fitting, number, math.ceil(seconds / one))
-        engine, in_slots = trial.seconds_in_slots(replace(stacking, num_slots=number), sample)
-        left = num_steps * (min(one, in_slots) * share + one * (1 - share))
-        if is_long := left >= COMPILED_SLOTS_SECONDS:
+        stacking, work = trial.agreeing(self._stacking), GroupWork.of(trial.work)
+        fitting, _ = SlotEngine(self._trainer, self._local, stacking).split(work)
+        share = float(fitting.num_steps.sum() / work.num_steps.sum())  # of steps that slots take
+        engine = self._slots_for(fitting, stacking, compiled=False)
+        number = engine.stacking.num_slots
+        length = int(min(10, max(2, _SHARE_OF_A_TURN * num_steps / number)))
+        sample = [client.head(length) for client in fitting[:number]]
+        few = sample[:: math.ceil(len(sample) / 4)]
+        sequential = Way(few, speedups=self._step.speedups)
+        one, in_slots = trial.seconds(sequential, Way(sample, engine))
+        ahead = num_steps * (min(one, in_slots) * share + one * (1 - share))
+        if is_long := ahead >= COMPILED_SLOTS_SECONDS:
             rank_zero_info("engine: compiling a step of many clients at once, for 5 to 20 s")
-            number = self._options.slots or trial.slots_for(fitting, compiled=True)
-            stacking = replace(engine.stacking, num_slots=number, compiled=True)
-            compiled, seconds = trial.seconds_in_slots(stacking, sample)
+            compiled = self._slots_for(fitting, stacking, compiled=True)
+            (seconds,) = trial.seconds(Way(sample, compiled))
             if seconds < in_slots:
                 engine, in_slots = compiled, seconds
         ratio = 1 / (share * in_slots / one + 1 - share)
@@ -261,24 +234,27 @@ class EngineChooser:
         why = f"measured at {ratio:.1f} times the sequential speed"
         if engine.stacking.compiled and engine.is_compiled:
             return engine, f"{why}, compiled in {spent:.0f} s"
-        how = f"tried for {spent:.0f} s" if is_long else f"for {left:.0f} s of training"
+        how = f"tried for {spent:.0f} s" if is_long else f"for {ahead:.0f} s of training"
         return engine, f"{why}, not compiled, {how}"
+
+    def _slots_for(
+        self, work: Sequence[ClientWork], stacking: StackedOptions, *, compiled: bool
+    ) -> SlotEngine:
+        """Return slots for some clients: as many as fit memory and clients, or fewer if that takes no longer.
+
+        Clients with equal numbers of steps end together: for 100 clients, 32 slots need four turns, as do 25.
+        """
+        size = self._local.space.num_entries
+        number = min(fitting_slots(self._trainer, size, compiled=compiled), len(work))
+        if len({len(client.sizes) for client in work}) == 1:
+            number = math.ceil(len(work) / math.ceil(len(work) / number))
+        stacking = replace(stacking, num_slots=self._options.slots or number, compiled=compiled)
+        return SlotEngine(self._trainer, self._local, stacking)
 
     def _remark(self, is_direct: bool) -> str:
         """Return a remark if layers are computed more precisely than the Trainer asks for."""
         is_more = is_direct and self._trainer.precision not in FULL_PRECISIONS
         return ", direct layers in float32" if is_more else ""
-
-    def _one_at_a_time(self) -> str | None:
-        """Return the part of the configuration that needs one client at a time; None without one."""
-        if self._stages.one_at_a_time is not None:
-            return self._stages.one_at_a_time
-        for stage in self._own_stages:
-            if overridden(stage, "around", "steps"):
-                return f"the stage {type(stage).__name__} acts while one client trains"
-        buffers = dict(self._trainer.lightning_module.named_buffers())
-        frozen = [name for name in self._local.buffers.names if name not in buffers]
-        return f"its clients change the frozen parameter {frozen[0]}" if frozen else None
 
     def fall_back(self, reason: CannotStack) -> None:
         """Choose and log another engine, after slots have failed."""

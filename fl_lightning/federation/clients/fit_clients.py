@@ -10,20 +10,25 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import numpy as np
+
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import kept_apart, metrics_of
-from fl_lightning.core.update import GlobalModel
+from fl_lightning.core.update import GlobalModel, Updates
+from fl_lightning.engines import usable_rows
 from fl_lightning.federation.clients.choice import EngineChooser
-from fl_lightning.federation.clients.in_slots import InSlots
-from fl_lightning.federation.clients.one_by_one import OneByOne
+from fl_lightning.federation.clients.in_slots import SlotEngine
+from fl_lightning.federation.clients.one_by_one import OneByOne, without_buffers
 from fl_lightning.federation.clients.spot_check import SpotCheck, TrainedClient
 from fl_lightning.federation.clients.state_rehearsal import StateRehearsal
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import LocalTraining, Missing, Stages, Start, Upload
+from fl_lightning.federation.stages.corrector import Corrector
 from fl_lightning.federation.stages.personaliser import Personaliser
+from fl_lightning.updates.message import bytes_up
 
 
 class FitClients:
@@ -152,3 +157,63 @@ class FitClients:
         training = LocalTraining(work, Start(model, model), counts=False, is_corrected=is_corrected)
         update = self._one_by_one.train_alone(training)
         return TrainedClient(update, self.local.personal_end, own_start)
+
+
+class InSlots:
+    """Trains those clients in slots that slots can train."""
+
+    def __init__(self, stages: Stages, spot_check: SpotCheck) -> None:
+        self._stages, self._spot_check = stages, spot_check
+
+    def train(
+        self, slots: SlotEngine, start: Start, work: GroupWork
+    ) -> Generator[Upload | Missing, None, GroupWork]:
+        """Train clients with the same start, yield their updates, and return the work left to do.
+
+        Raises:
+            CannotStack: if slots cannot run a step.
+        """
+        stages = self._stages
+        stackable, others = slots.split(work)
+        by_id = {client.client_id: client for client in stackable} if stages.learns else {}
+        check, personal = self._spot_check, stages.first(Personaliser)
+        correction = stages.first(Corrector)
+        term = None if correction is None else correction.term
+        own = None if personal is None else personal.tensors_of
+        check.begin(stackable)
+        again: list[int] = []
+        for trained in slots.train(start.model, stackable, term, own):
+            usable, failures = usable_rows(trained)
+            # they train again sequentially: example by example there may be a 0 / 0
+            again.extend(failure.client_id for failure in failures)
+            refused: list[ClientFailure] = []
+            if stages.learns:
+                usable, refused = self._learnt(usable, by_id, start)
+            for failure in (*failures, *refused):
+                slots.leave_out(failure.client_id)
+            for failure in refused:
+                yield Missing(start, failure)
+            sent = without_buffers(usable) if stages.is_private else usable
+            yield Upload(start, sent, sent, bytes_up(sent))
+            if personal is not None and slots.kept:
+                for client_id in usable.client_ids:
+                    personal.store(client_id, slots.kept[client_id])
+            check.note(usable, slots.kept)
+        check.compare(start.model, start.present)
+        is_again = np.isin(stackable.client_ids, again)
+        return GroupWork.of([*others, *stackable.where(is_again)]) if again else others
+
+    def _learnt(
+        self, updates: Updates, work: dict[int, ClientWork], start: Start
+    ) -> tuple[Updates, list[ClientFailure]]:
+        """Store clients' new states; return the updates of those that have one, and the failures of others."""
+        rows, failures = [], []
+        for row, update in enumerate(updates):
+            try:
+                learnt = self._stages.learn(update, work[update.client_id], start)
+            except ClientFailure as failure:
+                failures.append(failure)
+            else:
+                learnt()
+                rows.append(row)
+        return updates.rows(rows) if failures else updates, failures

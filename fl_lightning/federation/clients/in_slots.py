@@ -1,4 +1,4 @@
-"""Clients that train together in slots: whether that is possible under a Trainer, and their updates.
+"""Slots under a Trainer: whether they are possible, how many, and the updates of clients in them.
 
 Slots train any module whose ``training_step`` is a function of tensors: no ``.item()``, no branch
 on values, no hooks of Lightning inside a step. Dropout and augmentation draw the same numbers as in
@@ -9,14 +9,14 @@ sequential training. `raise_if_impossible` checks the Trainer; the rest is tried
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
@@ -33,18 +33,13 @@ from fl_lightning.engines import (
     StackedStep,
     TermOf,
     stacked_rule,
-    usable_rows,
 )
-from fl_lightning.federation.clients.one_by_one import without_buffers
-from fl_lightning.federation.clients.spot_check import FULL_PRECISIONS, SpotCheck
+from fl_lightning.federation.clients.spot_check import FULL_PRECISIONS
 from fl_lightning.federation.hooks import NOT_THE_USERS
-from fl_lightning.federation.stage import Missing, Stages, Start, Upload
-from fl_lightning.federation.stages.corrector import Corrector
-from fl_lightning.federation.stages.personaliser import Personaliser
+from fl_lightning.federation.stage import Stage, Stages, overridden
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context
 from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.visiting import batch_preparation, has_batch_hooks, takes_index
-from fl_lightning.updates.message import bytes_up
 
 # Parameters, gradients and optimizer state of all slots should fit a core's cache: the fastest numbers
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
@@ -165,7 +160,7 @@ class SlotEngine:
                 self._collector.add_metric(name, names.get(name, name), metric)
 
     def _as_far_as_possible(self, updates: Iterator[Updates]) -> Iterator[Updates]:
-        """Turn any exception in slots into `CannotStack`.
+        """LocalTraining any exception in slots into `CannotStack`.
 
         A mistake of the user will be raised again by sequential training.
         """
@@ -180,66 +175,6 @@ class SlotEngine:
         """Return slots that train whole batches, without padding."""
         stacking = replace(self.stacking, padded=False, whole_because=str(reason))
         return SlotEngine(self._trainer, self._local, stacking)
-
-
-class InSlots:
-    """Trains those clients in slots that slots can train."""
-
-    def __init__(self, stages: Stages, spot_check: SpotCheck) -> None:
-        self._stages, self._spot_check = stages, spot_check
-
-    def train(
-        self, slots: SlotEngine, start: Start, work: GroupWork
-    ) -> Generator[Upload | Missing, None, GroupWork]:
-        """Train clients with the same start, yield their updates, and return the work left to do.
-
-        Raises:
-            CannotStack: if slots cannot run a step.
-        """
-        stages = self._stages
-        stackable, others = slots.split(work)
-        by_id = {client.client_id: client for client in stackable} if stages.learns else {}
-        check, personal = self._spot_check, stages.first(Personaliser)
-        correction = stages.first(Corrector)
-        term = None if correction is None else correction.term
-        own = None if personal is None else personal.tensors_of
-        check.begin(stackable)
-        again: list[int] = []
-        for trained in slots.train(start.model, stackable, term, own):
-            usable, failures = usable_rows(trained)
-            # they train again sequentially: example by example there may be a 0 / 0
-            again.extend(failure.client_id for failure in failures)
-            refused: list[ClientFailure] = []
-            if stages.learns:
-                usable, refused = self._learnt(usable, by_id, start)
-            for failure in (*failures, *refused):
-                slots.leave_out(failure.client_id)
-            for failure in refused:
-                yield Missing(start, failure)
-            sent = without_buffers(usable) if stages.is_private else usable
-            yield Upload(start, sent, sent, bytes_up(sent))
-            if personal is not None and slots.kept:
-                for client_id in usable.client_ids:
-                    personal.store(client_id, slots.kept[client_id])
-            check.note(usable, slots.kept)
-        check.compare(start.model, start.present)
-        is_again = np.isin(stackable.client_ids, again)
-        return GroupWork.of([*others, *stackable.where(is_again)]) if again else others
-
-    def _learnt(
-        self, updates: Updates, work: dict[int, ClientWork], start: Start
-    ) -> tuple[Updates, list[ClientFailure]]:
-        """Store clients' new states; return the updates of those that have one, and the failures of others."""
-        rows, failures = [], []
-        for row, update in enumerate(updates):
-            try:
-                learnt = self._stages.learn(update, work[update.client_id], start)
-            except ClientFailure as failure:
-                failures.append(failure)
-            else:
-                learnt()
-                rows.append(row)
-        return updates.rows(rows) if failures else updates, failures
 
 
 def raise_if_impossible(
@@ -271,6 +206,42 @@ def raise_if_impossible(
         raise CannotStack(extra)
     if has_batch_hooks(trainer):
         raise CannotStack("module or data module have hooks around batches")
+
+
+def pads(asked: bool | None, module: nn.Module) -> bool:
+    """Return whether smaller batches may be padded: the option, else the module's ``loss_is_mean``.
+
+    The attribute of a class does not hold for a subclass that overrides ``training_step``.
+    """
+    if asked is not None:
+        return asked
+    for space in (vars(module), *map(vars, type(module).__mro__)):
+        if "loss_is_mean" in space:
+            return bool(space["loss_is_mean"])
+        if "training_step" in space:
+            break
+    return False
+
+
+def one_at_a_time(
+    trainer: Trainer, local: LocalTrainer, stages: Stages, own_stages: Sequence[Stage]
+) -> str | None:
+    """Return the part of the configuration that needs one client at a time; None without one.
+
+    Args:
+        trainer: a Trainer, set up for fitting.
+        local: the sequential engine.
+        stages: the run's stages.
+        own_stages: the user's own among them.
+    """
+    if stages.one_at_a_time is not None:
+        return stages.one_at_a_time
+    for stage in own_stages:
+        if overridden(stage, "around", "steps"):
+            return f"the stage {type(stage).__name__} acts while one client trains"
+    buffers = dict(trainer.lightning_module.named_buffers())
+    frozen = [name for name in local.buffers.names if name not in buffers]
+    return f"its clients change the frozen parameter {frozen[0]}" if frozen else None
 
 
 def fitting_slots(trainer: Trainer, num_parameters: int, *, compiled: bool) -> int:

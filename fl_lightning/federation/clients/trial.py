@@ -3,9 +3,9 @@
 An engine passes if a client's update, buffers, personal tensors, logged values (see `difference`) and
 torchmetrics objects differ by rounding only; with padding, on batches of several sizes.
 
-Times are the shortest of three, of this thread's computation (`time.thread_time`), so that other
-processes do not count unless they fill cache or memory bus. On a GPU it is wall time. `EngineChooser`
-decides by these times.
+Ways to train are timed in turns, and the shortest turn of each counts: of this thread's computation
+(`time.thread_time`), so that other processes do not count unless they fill cache or memory bus. On a GPU
+it is wall time. `EngineChooser` decides by these times.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import median
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -24,42 +24,47 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fl_lightning.client.local_training import LocalTrainer
-from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.engines import (
-    CannotPad,
-    CannotStack,
-    Speedup,
-    StackedOptions,
-    reason_against,
-    usable_rows,
-)
-from fl_lightning.federation.clients.in_slots import SlotEngine, cannot_run, fitting_slots
+from fl_lightning.engines import CannotPad, CannotStack, Speedup, StackedOptions, usable_rows
+from fl_lightning.federation.clients.in_slots import SlotEngine, cannot_run
 from fl_lightning.federation.clients.spot_check import (
     Rounding,
     TrainAlone,
     TrainedClient,
     difference,
 )
-from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
+from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.kernels import reason_against_direct_layers
-from fl_lightning.server.means.running_mean import RunningMean
 
-_TURNS = 3
+# Turns of a measurement, of which the first warms up. Speedups differ by a few per cent only.
+_TURNS, _TURNS_OF_SPEEDUPS = 4, 7
+# Approximate seconds for which one client's steps are timed in a turn of a speedup.
+SECONDS_OF_A_TURN = 0.1
 # Relative difference by which the states of a torchmetrics object may differ.
 _LEAST_SHARE = 1e-3
-# Repetitions of a trial of a speedup, which differ by a few per cent.
-_TURNS_OF_SPEEDUPS = 7
-# Approximate seconds for which one client's steps are timed.
-SECONDS_OF_A_TURN = 0.1
-# Approximate number of batch sizes in a trial of padding.
+# Approximate number of batch sizes in a trial of padding, besides four that it always has.
 _MOST_SIZES = 4
 _NO_FULL_BATCH = (
     "no client has a full batch (federation.pad_batches pads smaller ones, for a loss that is a mean over "
     "examples)"
 )
+
+
+class Way(NamedTuple):
+    """A way to train clients, to be timed.
+
+    Attributes:
+        sample: the clients' work.
+        slots: the engine that trains them together; None for sequential training.
+        speedups: speedups of sequential steps.
+    """
+
+    sample: Sequence[ClientWork]
+    slots: SlotEngine | None = None
+    speedups: tuple[Speedup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,61 +97,54 @@ class Trial:
             return rounds
         return rounds * sum(len(client.sizes) for client in self.work)
 
-    def seconds_per_step(self, train: Callable[[], object], sample: Sequence[ClientWork]) -> float:
-        """Return the shortest measured time per local step."""
-        seconds = min(self._seconds(train) for _ in range(_TURNS))
-        return seconds / sum(len(client.sizes) for client in sample)
-
-    def _seconds(self, train: Callable[[], object]) -> float:
+    def seconds(self, *ways: Way, turns: int = _TURNS) -> list[float]:
+        """Return the shortest seconds of a local step in each way; the ways alternate."""
         is_cpu = self.trainer.strategy.root_device.type == "cpu"
         clock = time.thread_time if is_cpu else time.perf_counter
-        began = clock()
-        train()  # ends by reading a loss: nothing is left to wait for
-        return max(clock() - began, 1e-9)
+        shortest = [math.inf] * len(ways)
+        for number, way in [*enumerate(ways)] * turns:
+            if way.slots is None and way.speedups != self.step.speedups:
+                self.step.use(way.speedups)
+            began = clock()
+            self._train(way)  # ends by reading a loss: nothing is left to wait for
+            seconds = max(clock() - began, 1e-9) / sum(len(client.sizes) for client in way.sample)
+            shortest[number] = min(seconds, shortest[number])
+        return shortest
 
-    def seconds_alone(self) -> float:
-        """Return the seconds of a local step in sequential training."""
-        sample = [client.head(10) for client in self.work[:: -(-len(self.work) // 4)]]
-        mean = RunningMean(self.model.params)
+    def _train(self, way: Way) -> None:
+        if way.slots is None:
+            for client in way.sample:
+                self.alone(client, self.model)
+        else:
+            for updates in way.slots.train(self.model, way.sample):
+                usable_rows(updates)
 
-        def train() -> None:
-            for client in sample:
-                update = self.alone(client, self.model).update
-                mean.add(update.delta, client.num_examples)
+    @property
+    def longest(self) -> ClientWork:
+        """Work of the client with most steps."""
+        return max(self.work, key=lambda client: len(client.sizes))
 
-        return self.seconds_per_step(train, sample)
+    def speed_of(self, added: Speedup, seconds: float) -> float:
+        """Return the speed of steps with one more speedup, relative to now; 0 if it fails or differs.
 
-    def seconds_in_slots(
-        self, stacking: StackedOptions, sample: Sequence[ClientWork]
-    ) -> tuple[SlotEngine, float]:
-        """Return slots with given options, and the seconds of a client's local step in them."""
-        engine = SlotEngine(self.trainer, self.local, stacking)
-
-        def train() -> None:  # as a round does, with aggregation
-            mean = RunningMean(self.model.params)
-            for trained in engine.train(self.model, sample):
-                usable, _ = usable_rows(trained)
-                mean.add_rows(usable.deltas, usable.num_examples)
-
-        train()  # compiles
-        return engine, self.seconds_per_step(train, sample)
-
-    def stackable(self, stacking: StackedOptions) -> tuple[Sequence[ClientWork], float]:
-        """Return the work of clients that slots can train, and their fraction of all steps."""
-        engine = SlotEngine(self.trainer, self.local, replace(stacking, num_slots=1))
-        fitting = list(engine.split(GroupWork.of(self.work))[0])
-        steps = [sum(len(client.sizes) for client in some) for some in (fitting, self.work)]
-        return fitting, steps[0] / steps[1]
-
-    def slots_for(self, work: Sequence[ClientWork], *, compiled: bool) -> int:
-        """Return the number of slots: as many as fit memory and clients, or fewer if that takes no longer.
-
-        Clients with equal numbers of steps end together: for 100 clients, 32 slots need four turns, as do 25.
+        Args:
+            added: the speedup to add to those in use.
+            seconds: approximate seconds of a step.
         """
-        size = self.local.space.num_entries
-        most = min(fitting_slots(self.trainer, size, compiled=compiled), len(work))
-        is_equal = len({len(client.sizes) for client in work}) == 1
-        return math.ceil(len(work) / math.ceil(len(work) / most)) if is_equal else most
+        before, few = self.step.speedups, self.longest.head(2)
+        sample = [self.longest.head(max(1, math.ceil(SECONDS_OF_A_TURN / seconds)))]
+        ways = [Way(sample, speedups=some) for some in (before, (*before, added))]
+        try:
+            self.step.use((*before, added))
+            found = self.alone(few, self.model)
+            self.step.use(())
+            self._refuse_other(self.alone(few, self.model), found, few)
+            old, new = self.seconds(*ways, turns=_TURNS_OF_SPEEDUPS)
+        except (ClientFailure, CannotStack):  # e.g. a view of images that wants the usual layout
+            return 0.0
+        finally:
+            self.step.use(before)
+        return old / new
 
     def agreeing(self, stacking: StackedOptions) -> StackedOptions:
         """Return options under which slots give a client's sequential result.
@@ -165,15 +163,14 @@ class Trial:
         for padded, direct in product(ways, (True, False) if has_direct else (False,)):
             if full is None and not padded:
                 break
-            sizes = sizes_to_try(self.work, size) if padded else _two(size)
-            tried = replace(stacking, padded=padded, direct=direct)
+            tried = replace(stacking, padded=padded, direct=direct, num_slots=2)
+            sizes = sizes_to_try(self.work if padded else (), size)
             try:
                 self._compare(tried, _of_sizes(full or self.work[0], sizes))
             except CannotStack as found:
                 reason, whole_because = found, str(found) if padded else whole_because
             else:
-                because = "" if padded else whole_because
-                return replace(tried, whole_because=because)
+                return replace(tried, whole_because="" if padded else whole_because)
         raise reason
 
     def _compare(self, stacking: StackedOptions, sample: ClientWork) -> None:
@@ -191,12 +188,11 @@ class Trial:
             with warnings.catch_warnings():
                 # operators that vmap runs client by client: slower than one client after the other
                 warnings.filterwarnings("error", message="There is a performance drop")
-                slots = SlotEngine(self.trainer, self.local, replace(stacking, num_slots=2))
+                slots = SlotEngine(self.trainer, self.local, stacking)
                 ((update,),) = slots.train(self.model, [sample])
             recounted = [_numbers(metric) for metric in metrics]
             own = slots.kept.get(sample.client_id, expected.own)
-            found = TrainedClient(update, own, expected.own_start)
-            self._refuse_other(expected, found, sample)
+            self._refuse_other(expected, TrainedClient(update, own, expected.own_start), sample)
         except ClientFailure as failure:
             if not stacking.padded:
                 raise
@@ -208,12 +204,8 @@ class Trial:
             raise cannot_run(error) from error
         finally:
             before.put_back()
-        bound = max(_LEAST_SHARE, self._rounding.share)
         for metric, numbers, others in zip(metrics, counted, recounted, strict=True):
-            is_same = numbers.shape == others.shape
-            if not is_same or not (numbers - others).norm() <= bound * numbers.norm():
-                name = f"{type(metric).__name__} object"
-                raise CannotStack(f"a trial client's {name} was not the sequential one")
+            self._refuse_other_metric(metric, numbers, others)
 
     def _refuse_other(
         self, expected: TrainedClient, found: TrainedClient, client: ClientWork
@@ -228,92 +220,34 @@ class Trial:
             reason += ", and its training is too unstable to tell why"
         raise CannotStack(reason)
 
+    def _refuse_other_metric(self, metric: Metric, expected: Tensor, found: Tensor) -> None:
+        bound = max(_LEAST_SHARE, self._rounding.share) * expected.norm()
+        if expected.shape != found.shape or not (expected - found).norm() <= bound:
+            name = f"{type(metric).__name__} object"
+            raise CannotStack(f"a trial client's {name} was not the sequential one")
+
     @property
     def _rounding(self) -> Rounding:
         return Rounding.of(self.trainer.precision, self.trainer.lightning_module)
 
-    def seconds_of_longest(self) -> float:
-        """Return the seconds of a step of the client with most steps."""
-        client = self._longest.head(1)
-        self.alone(client, self.model)  # warms up
-        return self._seconds(lambda: self.alone(client, self.model))
-
-    @property
-    def _longest(self) -> ClientWork:
-        return max(self.work, key=lambda client: len(client.sizes))
-
-    def speed_of(self, added: Speedup, seconds: float) -> float:
-        """Return the speed of steps with one more speedup, relative to now; 0 if it fails or differs.
-
-        Args:
-            added: the speedup to add to those in use.
-            seconds: approximate seconds of a step.
-        """
-        before, client = self.step.speedups, self._longest
-        took: dict[tuple[Speedup, ...], list[float]] = {before: [], (*before, added): []}
-        try:
-            self.step.use((*before, added))
-            found = self.alone(client.head(2), self.model)
-            self.step.use(())
-            self._refuse_other(self.alone(client.head(2), self.model), found, client.head(2))
-            sample = client.head(max(1, math.ceil(SECONDS_OF_A_TURN / seconds)))
-            for _ in range(_TURNS_OF_SPEEDUPS):
-                for speedups, times in took.items():
-                    self.step.use(speedups)
-                    times.append(self._seconds(lambda: self.alone(sample, self.model)))
-        except (ClientFailure, CannotStack):  # e.g. a view of images that wants the usual layout
-            return 0.0
-        finally:
-            self.step.use(before)
-        old, new = took.values()
-        # the shortest of one of the two may be luck
-        return min(
-            median(one / other for one, other in zip(old, new, strict=True)), min(old) / min(new)
-        )
-
-
-def reason_against_speedup(step: LightningStep, speedup: Speedup) -> str | None:
-    """Return why a speedup does not apply to the steps of a fit; None if it does."""
-    module = step.trainer.lightning_module
-    if not module.automatic_optimization:
-        return extra_work(step.trainer)
-    if not step.is_lean:
-        return "accumulation, gradient scaling or hooks take part in its steps"
-    return reason_against(speedup, module, step.trainer.optimizers[0])
-
-
-def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> list[ClientWork]:
-    """Return the first steps of clients, at least one client per slot, about ``num_steps`` in all.
-
-    Example:
-        >>> work = [ClientWork(i, 8, torch.arange(8), [2] * 4) for i in range(100)]
-        >>> [(len(some), len(some[0].sizes)) for some in (sample_of(work, 25, n) for n in (9, 75, 240))]
-        [(25, 2), (25, 3), (60, 4)]
-    """
-    most, chosen = max(2, num_steps // num_slots), list[ClientWork]()
-    for client in work:
-        if len(chosen) >= num_slots and sum(len(c.sizes) for c in chosen) >= num_steps:
-            break
-        chosen.append(client.head(most))
-    return chosen
-
 
 def sizes_to_try(work: Sequence[ClientWork], full: int) -> list[int]:
-    """Return the batch sizes of a trial of padding.
+    """Return the batch sizes of a trial: with padding sizes of any kind, without it two large ones.
+
+    Args:
+        work: the work of the clients whose batches are padded; empty without padding.
+        full: size of a full batch.
 
     Example:
         >>> work = [ClientWork(0, 17, torch.arange(17), [8, 8, 1]), ClientWork(1, 5, torch.arange(5), [5])]
-        >>> sizes_to_try(work, 8)
-        [8, 4, 1, 2, 5]
+        >>> sizes_to_try(work, 8), sizes_to_try([], 8)
+        ([8, 4, 1, 2, 5], [8, 4])
     """
+    if not work:  # batch norm fails on a batch of one example
+        return [full, full // 2] if full >= 4 else [full]
     others = sorted({size for client in work for size in client.sizes})
     some = others[:: max(1, len(others) // _MOST_SIZES)]
     return list(dict.fromkeys([full, (full + 1) // 2, 1, min(2, full), *some]))
-
-
-def _two(full: int) -> list[int]:
-    """Return the sizes of two batches; batch norm fails on a batch of one example."""
-    return [full, full // 2] if full >= 4 else [full]
 
 
 def _of_sizes(client: ClientWork, sizes: list[int]) -> ClientWork:

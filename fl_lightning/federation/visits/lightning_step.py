@@ -29,7 +29,13 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.client.personal.beside import Mixing
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.engines import FasterStep, Speedup, StepContext, compiled_step
+from fl_lightning.engines import (
+    FasterStep,
+    Speedup,
+    StepContext,
+    compiled_step,
+    reason_against,
+)
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
 from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.steps_by_hand import TermByHand, loss_by_hand, outputs_by_hand
@@ -103,6 +109,14 @@ class LightningStep:
     def speedups(self) -> tuple[Speedup, ...]:
         """The speedups in use."""
         return () if self._faster is None else self._faster.speedups
+
+    def reason_against(self, speedup: Speedup) -> str | None:
+        """Return why a speedup does not apply to the steps; None if it does."""
+        if self._is_by_hand:
+            return extra_work(self.trainer)
+        if not self.is_lean:
+            return "accumulation, gradient scaling or hooks take part in its steps"
+        return reason_against(speedup, self._module, self._optimizer)
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         """Run one optimizer step and return the mean loss, detached."""
