@@ -143,14 +143,6 @@ def test_two_quadratics_meet_where_their_losses_are_equal():
 
 
 @few
-@given(entries=clients)
-def test_without_a_step_it_is_the_mean_bit_for_bit(entries):
-    aggregator, mean = AFL(0.0), Mean(weight_by_examples=False)
-    for _ in range(2):
-        assert torch.equal(opened(aggregator, entries).close(), opened(mean, entries).close())
-
-
-@few
 @given(entries=clients, step=st.floats(0.01, 0.5))
 def test_weights_move_along_the_losses_and_weigh_the_next_round(entries, step):
     aggregator = AFL(step)
