@@ -11,7 +11,6 @@ from fl_lightning import AllClients, Federation, Personal, UniformCohort
 from fl_lightning.data import (
     AvailableCohort,
     ByLossCohort,
-    BySizeCohort,
     LeastRecentCohort,
     OortCohort,
     PowerOfChoiceCohort,
@@ -28,13 +27,6 @@ def run(cohort, *callbacks, ckpt_path=None, max_epochs=4, module=None, **options
     trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs)
     trainer.fit(module, datamodule=toy_data(), ckpt_path=ckpt_path)
     return module, federation.rounds
-
-
-def test_everybody_available_trains_the_same_bits():
-    for sampler in (UniformCohort(size=3), AllClients()):
-        plain, _ = run(sampler)
-        always, _ = run(AvailableCohort(sampler, Stretches(fraction=1.0)))
-        assert torch.equal(weights(plain), weights(always))
 
 
 def test_rounds_without_anybody_leave_the_model_as_it_is():
@@ -156,9 +148,3 @@ def test_drawn_by_size_over_processes_as_in_one():
         return weights(module)
 
     torch.testing.assert_close(fit(2), fit(1), rtol=0, atol=1e-6)
-
-
-def test_by_size_differs_from_uniform():
-    by_size, _ = run(BySizeCohort(size=3))
-    uniform, _ = run(UniformCohort(size=3))
-    assert not torch.equal(weights(by_size), weights(uniform))
