@@ -234,7 +234,7 @@ def run(*, rounds=2, batch_size=4, **block):
     module, source = Seeing(), toy_data(batch_size=batch_size)
     defaults = {"cohort": fl.UniformCohort(size=3), "local_steps": 2, "seed": 4}
     federation = fl.Federation(**defaults | block)
-    toy_trainer(federation, max_epochs=rounds).fit(module, datamodule=source)
+    toy_trainer(federation, max_epochs=rounds, limit_val_batches=0).fit(module, datamodule=source)
     return weights(module)
 
 

@@ -293,7 +293,8 @@ def run(
     federation = Federation(
         **{"cohort": UniformCohort(size=3), "local_epochs": 2, "seed": 4} | block
     )
-    fit = toy_trainer(*callbacks, federation, precision=precision, **(trainer or {}))
+    options = {"precision": precision, "limit_val_batches": 0, **(trainer or {})}
+    fit = toy_trainer(*callbacks, federation, **options)
     dtype = torch.float64 if precision == "64-true" else torch.float32
     data = data or toy_data(batch_size=4, dtype=dtype)
     fit.fit(module.to(dtype), datamodule=data, ckpt_path=ckpt_path)

@@ -26,7 +26,8 @@ SMALL = PoissonCohort(fraction=0.3)  # of six clients
 def run(max_epochs=3, callbacks=(), ckpt_path=None, trainer=None, **options):
     torch.manual_seed(0)
     federation = Federation(**{"seed": 4, "engine": "sequential", "local_steps": 2, **options})
-    trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **(trainer or {}))
+    limits = {"max_epochs": max_epochs, "limit_val_batches": 0, **(trainer or {})}
+    trainer = toy_trainer(federation, *callbacks, **limits)
     module = ToyModule()
     trainer.fit(module, datamodule=toy_data(), ckpt_path=ckpt_path)
     return module, trainer

@@ -50,7 +50,8 @@ from fl_lightning.updates import QSGD, TopK
 def run(module, *callbacks, data=None, ckpt=None, max_epochs=3, trainer=None, **block):
     options = {"local_epochs": 2, "slots": 3, "seed": 0, "engine": "slots", "spot_check": 1.0}
     federation = Federation(**options | block)
-    fit = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **(trainer or {}))
+    limits = {"max_epochs": max_epochs, "limit_val_batches": 0, **(trainer or {})}
+    fit = toy_trainer(federation, *callbacks, **limits)
     fit.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt)
     return fit
 

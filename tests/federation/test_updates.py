@@ -26,7 +26,7 @@ def run(updates, callbacks=(), ckpt_path=None, module=None, cohort=3, trainer=No
     module = (module or (lambda: ToyModule(dropout=0.2)))()
     options = {"local_steps": 2, "engine": "sequential", **options}
     federation = Federation(cohort=UniformCohort(size=cohort), updates=updates, **options)
-    trainer = toy_trainer(federation, *callbacks, **(trainer or {}))
+    trainer = toy_trainer(federation, *callbacks, **{"limit_val_batches": 0, **(trainer or {})})
     data = toy_data(num_clients=6, batch_size=4, drop_last=True)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module, federation
