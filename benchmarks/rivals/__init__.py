@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Callable
 from typing import cast
 
 from benchmarks import process
 from benchmarks.bare import BareLoop, Data, own_plan
 from benchmarks.options import Options, add_options
-from benchmarks.process import Column, Stopwatch
+from benchmarks.process import Column, Stopwatch, cpu_seconds
 from benchmarks.workloads import WORKLOADS, Workload
 
 TORCH = "torch==2.15.0"  # for the data and the initial weights, also where nothing else needs it
@@ -59,10 +60,25 @@ def run(name: str, workload: str, options: Options) -> Column:
     return cast(Column, process.run([*command, *module, *options.as_arguments()], TIMEOUT))
 
 
-def stopwatch(work: Workload, data: Data) -> Stopwatch:
-    """Return a stopwatch that has the bare loop train a round after each of the rival's."""
+def stopwatch(work: Workload, data: Data, *, in_one_process: bool = True) -> Stopwatch:
+    """Return a stopwatch that has the bare loop train a round after each of the rival's.
+
+    Args:
+        work: what both train.
+        data: its examples.
+        in_one_process: whether the rival computes in this process alone. Then seconds are those that it
+            computes, otherwise those of the clock on the wall.
+    """
     loop, rounds = BareLoop(work, data), itertools.count()
-    return Stopwatch(lambda: loop.train_round(own_plan(work, next(rounds))))
+    clock = cpu_seconds if in_one_process else time.monotonic
+
+    def train_bare() -> float:
+        plan = own_plan(work, next(rounds))
+        began = clock()
+        loop.train_round(plan)
+        return clock() - began
+
+    return Stopwatch(train_bare, cpu_seconds if in_one_process else None)
 
 
 def adapter(train: Callable[[Workload, int], Column]) -> None:

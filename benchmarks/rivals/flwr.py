@@ -84,7 +84,7 @@ class Watch(FedAvg):  # type: ignore[misc]
             fraction_evaluate=0.0,
             min_available_nodes=work.num_clients,
         )
-        self.stopwatch = stopwatch(work, work.data())
+        self.stopwatch = stopwatch(work, work.data(), in_one_process=False)
         self.worker_mb = 0.0
 
     def aggregate_train(
