@@ -18,10 +18,11 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from benchmarks import rivals
@@ -45,15 +46,20 @@ TABLES = {
 _COMPILED = "compiled", "batched"
 
 
-def measure(name: str, options: Options) -> dict[str, Any]:
+def measure(name: str, options: Options, ends: float) -> dict[str, Any]:
     """Return the results of one workload, without rivals.
 
+    Args:
+        name: the workload's.
+        options: of the processes.
+        ends: time, by `time.monotonic`, at which they are ended.
+
     Raises:
-        MeasurementError: if a process fails.
+        MeasurementError: if a process fails or is ended.
     """
     words = [sys.executable, "-m", "benchmarks.turns", name, *options.as_arguments()]
     lengths = [*map(str, LENGTHS)]
-    turns = run([*words, "--lengths", *lengths])
+    turns = run([*words, "--lengths", *lengths], _until(ends))
     variants = [*turns["variants"]["seconds"]]
     loops = [variants[0]]  # and the fastest that is not compiled, which starts sooner
     loops += [v for v in variants if VARIANTS[v].update not in _COMPILED and v not in loops][:1]
@@ -61,7 +67,7 @@ def measure(name: str, options: Options) -> dict[str, Any]:
     is_sequential = turns["runs"][lengths[-1]]["engine"] == "sequential"
     for length in LENGTHS[-1:] if is_sequential else LENGTHS:
         columns[f"ours, {length}"] = "ours", replace(options, length=length), "sgd"
-    starts = {label: _alone(name, *column) for label, column in columns.items()}
+    starts = {label: _alone(name, *column, ends) for label, column in columns.items()}
     starts.setdefault("ours, 100", starts["ours, 2000"])
     return {
         "title": WORKLOADS[name].title,
@@ -72,12 +78,17 @@ def measure(name: str, options: Options) -> dict[str, Any]:
     }
 
 
-def _alone(name: str, column: str, options: Options, variant: str) -> Column:
+def _until(ends: float) -> float:
+    """Return the seconds left; where none are, a process is ended at once."""
+    return max(0.1, ends - time.monotonic())
+
+
+def _alone(name: str, column: str, options: Options, variant: str, ends: float) -> Column:
     words = [*replace(options, rounds=1).as_arguments(), "--variant", variant]
     with tempfile.TemporaryDirectory() as folder:
         cold = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-m", "benchmarks.alone", column, name, *words]
-        found: Column = run(command, environment=cold)
+        found: Column = run(command, _until(ends), cold)
         return found
 
 
@@ -92,33 +103,44 @@ def compare_rivals(name: str, options: Options, rival_names: Sequence[str]) -> d
     return columns
 
 
-def _measure_all(
-    names: Sequence[str], options: Options, rival_names: Sequence[str], minutes: float
-) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Yield the results of workloads in order, two measured at a time, or reasons why there are none."""
-    ends = time.monotonic() + 60 * minutes
+class Measurement:
+    """Measures workloads, two at a time, and saves each one's results when they are there.
 
-    def of(name: str) -> dict[str, Any] | str:
-        if time.monotonic() > ends:
-            return "the time is over"
+    Args:
+        options: of the processes.
+        rival_names: rivals to compare with.
+        page: the page to write anew; None for none.
+        minutes: time after which all processes are ended.
+    """
+
+    def __init__(
+        self, options: Options, rival_names: Sequence[str], page: Path | None, minutes: float
+    ) -> None:
+        self._options, self._rivals, self._page = options, rival_names, page
+        self._ends = time.monotonic() + 60 * minutes
+        self._saving = Lock()
+
+    def run(self, names: Sequence[str]) -> None:
+        """Measure workloads."""
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(self._measure, names))
+
+    def _measure(self, name: str) -> None:
         try:
-            result = measure(name, options)
+            result = measure(name, self._options, self._ends)
         except MeasurementError as error:
-            return str(error)
-        return result | {"rivals": compare_rivals(name, options, rival_names)}
-
-    with ThreadPoolExecutor(2) as pool:
-        yield from zip(names, pool.map(of, names), strict=True)
-
-
-def _add(name: str, result: dict[str, Any]) -> None:
-    """Merge the results of a workload into the saved ones, and print its row."""
-    results = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
-    results[name] = result
-    save(ROUNDS, {known: results[known] for known in WORKLOADS if known in results})
-    print(row(name, result), flush=True)
-    for rival, column in result["rivals"].items():
-        print(f"{rival}, of the plain loop: {of_plain(column)}", flush=True)
+            print(f"{name}: not measured, {error}", flush=True)
+            return
+        result["rivals"] = compare_rivals(name, self._options, self._rivals)
+        with self._saving:
+            results = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+            results[name] = result
+            save(ROUNDS, {known: results[known] for known in WORKLOADS if known in results})
+            print(row(name, result), flush=True)
+            for rival, column in result["rivals"].items():
+                print(f"{rival}, of the plain loop: {of_plain(column)}", flush=True)
+            if self._page is not None:
+                self._page.write_text(with_tables(self._page.read_text()))
 
 
 def save(path: Path, results: object) -> None:
@@ -147,7 +169,7 @@ def main() -> None:
     parser.add_argument("--tables", default="", help=f"comma-separated, of {', '.join(TABLES)}")
     parser.add_argument("--write", type=Path, help="the page whose tables are written anew")
     parser.add_argument(
-        "--minutes", type=float, default=1e9, help="after which no further workload begins"
+        "--minutes", type=float, default=600.0, help="after which all processes are ended"
     )
     add_options(parser)
     arguments = parser.parse_args()
@@ -160,11 +182,7 @@ def main() -> None:
         if unknown := [name for name in given if name not in existing]:
             parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(existing)}")
     options = Options.of_arguments(arguments)
-    for name, result in _measure_all(names, options, rival_names, arguments.minutes):
-        if isinstance(result, str):
-            print(f"{name}: not measured, {result}", flush=True)
-        else:
-            _add(name, result)
+    Measurement(options, rival_names, arguments.write, arguments.minutes).run(names)
     for name in tables:
         output = output_of([sys.executable, "-m", *TABLES[name].split()])
         found = {"command": TABLES[name], "environment": environment(), "output": output}

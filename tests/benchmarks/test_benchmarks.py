@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks import __main__ as command
-from benchmarks import alone
+from benchmarks import alone, rivals
 from benchmarks.bare import PLAIN, VARIANTS, BareLoop, own_plan
 from benchmarks.cluster import Constants
 from benchmarks.engineered import Comparison, applies, compare_variants, loop_for
@@ -335,6 +335,17 @@ def test_a_command_that_fails_says_why():
         run(["python", "-c", "raise SystemExit('no such file')"])
     with pytest.raises(MeasurementError, match="nonsense"):
         run(["a-nonsense-command"])
+
+
+@pytest.mark.parametrize("in_one_process", [True, False])
+def test_the_loop_takes_turns_with_a_rival(in_one_process):
+    work = WORKLOADS["W3"].scaled(0.01)
+    watch = rivals.stopwatch(work, work.data(), in_one_process=in_one_process)
+    for _ in range(3):
+        watch.round_done()
+    column = watch.report()
+    assert len(column["seconds"]) == len(column["bare"]) == 2
+    assert min(column["bare"]) > max(column["seconds"]) > 0  # this rival does nothing
 
 
 def test_ratios():
