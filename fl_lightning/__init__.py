@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from fl_lightning.reports.log_file import RunLog as RunLog
     from fl_lightning.reports.overview import PartitionReport as PartitionReport
     from fl_lightning.reports.progress import RoundProgressBar as RoundProgressBar
+    from fl_lightning.reports.run_charts import partition_figure as partition_figure
     from fl_lightning.reports.run_report import RunReport as RunReport
     from fl_lightning.server.means.mean import Mean as Mean
     from fl_lightning.server.means.mean import NormalisedMean as NormalisedMean

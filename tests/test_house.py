@@ -150,6 +150,24 @@ def test_nobody_imports_past_a_door(door):
     assert not past
 
 
+LIBRARIES_THAT_DRAW = ("matplotlib", "plotly", "seaborn", "PIL.ImageDraw", "optuna.visualization")
+DRAWING = ("savefig", "subplots", "add_subplot", "imshow", "fill_between", "barh")
+ESCAPES = ("\x1b", r"\x1b", r"\033", r"\e[")
+
+
+def test_only_reports_draws_and_writes_escape_codes():
+    for path in (path for path in FILES if room(path) != "reports"):
+        libraries = [name for name in imported(path) if name.startswith(LIBRARIES_THAT_DRAW)]
+        nodes = [*ast.walk(parsed(path))]
+        methods = [n.attr for n in nodes if isinstance(n, ast.Attribute) and n.attr in DRAWING]
+        texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        # a text that begins with a carriage return replaces a line of the terminal
+        escapes = [
+            text for text in texts if any(mark in text for mark in ESCAPES) or text[:1] == "\r"
+        ]
+        assert (libraries, methods, escapes) == ([], [], []), path
+
+
 def test_no_file_needs_itself():
     """Wherever a file imports another, in a function as well, there is no circle; types alone may have one."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from fl_lightning import FederatedDataModule
+from fl_lightning import FederatedDataModule, partition_figure
 from fl_lightning.data import (
     IID,
     Digits,
@@ -23,4 +23,5 @@ partitions += [DirichletSizes(alpha=0.5), PowerLawSizes(exponent=1.0)]
 for partition in partitions:
     data = FederatedDataModule(Digits(), num_clients=20, partition=partition, seed=0)
     data.setup("fit")
-    data.summary().figure().savefig(folder / f"{type(partition).__name__}.png", dpi=70)
+    figure = partition_figure(data.summary().table())
+    figure.savefig(folder / f"{type(partition).__name__}.png", dpi=70)

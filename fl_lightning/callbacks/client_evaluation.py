@@ -31,13 +31,13 @@ from fl_lightning.federation import (
     common_test_examples,
     evaluate_clients,
     held_out_examples,
-    log_histogram,
     log_numbers,
     log_once,
     run_folder,
 )
 from fl_lightning.reports.evaluated_model import ModelOrigin
 from fl_lightning.reports.log_file import detail
+from fl_lightning.reports.loggers import log_clients, log_histogram
 from fl_lightning.reports.progress import federation_of
 
 # A metric is better if lower when its name contains one of these.
@@ -63,6 +63,8 @@ class ClientEvaluation(Callback):
             client's model after local training, and the new global model, on the data module's whole test
             set. Costs one pass over the test set per client of the round. Writes ``local_models.csv``
             with one row per model and round; a resumed run appends to it.
+        client_curves: whether loggers get each client's metrics in a fit too, as
+            ``client/<number>/<name>``.
 
     Attributes:
         per_client: metrics of each client in the last evaluation, by client and name; empty before.
@@ -74,6 +76,7 @@ class ClientEvaluation(Callback):
         max_clients: int = 10_000,
         common_test_set: bool = False,
         local_models: bool = False,
+        client_curves: bool = False,
     ) -> None:
         super().__init__()
         check_range("every_n_rounds", every_n_rounds, "at least 0")
@@ -83,6 +86,7 @@ class ClientEvaluation(Callback):
         self.unprotected = f"the metrics of clients on their held-out examples{local}"
         self.max_clients = max_clients
         self.common_test_set = common_test_set
+        self.client_curves = client_curves
         self._local = LocalModels(max(1, every_n_rounds)) if local_models else None
         self._origin = ModelOrigin()
         self.per_client: dict[int, dict[str, float]] = {}
@@ -195,6 +199,8 @@ class ClientEvaluation(Callback):
             key = name if name.startswith(PERSONAL) else f"clients/{name}"
             logs |= _told(name, key, per_client)
             log_histogram(trainer, key, per_client, step=step)
+        if self.client_curves and is_fit:
+            log_clients(trainer, self.per_client, step=step)
         if self.every_n_rounds and is_fit:
             log_numbers(trainer, logs, step=step)
         else:

@@ -189,6 +189,10 @@ class FederatedCLI(LightningCLI):
             )
         if self._is_dry:
             self._leave_nothing(config)
+        if config.get("ckpt_path") is None and self.subcommand in ("validate", "test", "predict"):
+            rank_zero_info(
+                "ckpt_path: none is given, so the model is used as built, without training"
+            )
         if config.get("ckpt_path") is not None:
             plain = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
             is_fit = self.subcommand == "fit"

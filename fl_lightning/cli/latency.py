@@ -5,7 +5,6 @@ The options that name the networks, and the check that a result can be saved, al
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +20,7 @@ from fl_lightning.nas.cost.latency_measurement import TimingPlan, measure_latenc
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.named import NAMES, named_space
 from fl_lightning.nas.spaces.space import SearchSpace
+from fl_lightning.reports.screen import StatusLines
 
 # a table with a larger relative error, or a smaller rank correlation, is of little use for a constraint
 _MOST_ERROR, _LEAST_RANK = 0.15, 0.9
@@ -67,6 +67,7 @@ def latency(given: Any) -> None:
         seed=given.seed,
         say=show_progress,
     )
+    show_progress("done: all networks are timed")
     table.write(given.out)
     print("\n".join(_lines(table, given)))
 
@@ -102,10 +103,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
+_PROGRESS = StatusLines()
+
+
 def show_progress(text: str) -> None:
-    """Replace the last line of standard error, if it is a terminal; a text that begins with ``done`` stays."""
-    if sys.stderr.isatty():
-        print(f"\r{text:<40}", end="\n" if text.startswith("done") else "", file=sys.stderr)
+    """Show a line at the bottom of a terminal; one that begins with ``done`` stays as ordinary text."""
+    _PROGRESS.open()
+    if text.startswith("done"):
+        _PROGRESS.close(text)
+    else:
+        _PROGRESS.show(text)
 
 
 @dataclass(frozen=True)

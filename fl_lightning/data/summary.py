@@ -1,4 +1,4 @@
-"""Summary of a partition: counts, sizes, entropy, a hash, a table and a figure.
+"""Summary of a partition: counts, sizes, entropy, a hash and a table.
 
     entropy of client i in bits = -Σ_c p_ic log2 p_ic,   p_ic = counts[i, c] / sizes[i]
 
@@ -19,11 +19,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.shards import BLOCK, FlatShards
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-MAX_CLIENTS_SHOWN = 200  # with more, rows would be thinner than about two pixels
-MAX_TICKS = 12
+    from pandas import DataFrame
 
 
 def partition_fingerprint(shards: Sequence[Any]) -> str:
@@ -145,54 +141,21 @@ class PartitionSummary:
             lines.append(f"  {name:<21} min {least}, median {middle}, max {most}")
         return "\n".join([*lines, f"  fingerprint           {self.fingerprint}"])
 
-    def save(self, path: str | Path) -> None:
-        """Write a CSV with one row per counted client; missing folders are created."""
+    def table(self) -> DataFrame:
+        """Return a table with one row per counted client, see `fl_lightning.partition_figure`."""
         import pandas  # half a second to import
 
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         table = pandas.DataFrame(self.counts, columns=[f"class_{name}" for name in self.classes])
         table.insert(0, "client", self.clients)
         table.insert(1, "num_examples", self.sizes[self.clients])
         table.insert(2, "num_classes", self.classes_per_client)
         table.insert(3, "label_entropy_bits", self.label_entropy)
-        table.to_csv(path, index=False, float_format="%.6f")
+        return table
 
-    def figure(self) -> Figure:
-        """Draw the examples per client and class, and beside them the clients' sizes.
-
-        With more than 200 clients it shows 200 of them, evenly spaced by number.
-        """
-        from matplotlib.colors import PowerNorm
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from matplotlib.ticker import MaxNLocator
-
-        rows = _evenly_spaced(len(self.clients), MAX_CLIENTS_SHOWN)
-        shown = self.clients[rows]
-        num_clients, num_shown = len(self.sizes), len(shown)
-        figure = Figure(figsize=(9.0, 6.0), layout=ConstrainedLayoutEngine(wspace=0.06))
-        grid, bars = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-        # the square root makes one example visible if another cell has a hundred
-        # without classes there is one column of all examples
-        counts = self.counts if len(self.classes) else self.sizes[self.clients, None]
-        norm = PowerNorm(0.5, vmin=0, vmax=max(1, int(counts.max())))
-        image = grid.imshow(
-            counts[rows], aspect="auto", interpolation="nearest", cmap="Blues", norm=norm
-        )
-        height = 0.8 if num_shown <= 40 else 1.0  # gaps thinner than a pixel make stripes
-        bars.barh(np.arange(num_shown), self.sizes[shown], height=height, color="#4878a8")
-        _label_ticks(grid, "x", self.classes)
-        _label_ticks(grid, "y", shown)
-        grid.set(xlabel="class", ylabel="client")
-        bars.set_xlabel("examples per client")
-        bars.tick_params(axis="y", left=False, labelleft=False)
-        bars.spines[["top", "right"]].set_visible(False)
-        bars.locator_params(axis="x", nbins=4, integer=True)
-        figure.colorbar(image, ax=grid, label="examples", ticks=MaxNLocator(6, integer=True))
-        sample = f" ({num_shown} shown, evenly spaced)" if num_shown < num_clients else ""
-        total = f"{self.sizes.sum()} examples of {len(self.classes)} classes"
-        figure.suptitle(f"{total} on {num_clients} clients{sample}")
-        return figure
+    def save(self, path: str | Path) -> None:
+        """Write the table as a CSV file; missing folders are created."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self.table().to_csv(path, index=False, float_format="%.6f")
 
 
 def _range(numbers: np.ndarray) -> str:
@@ -204,11 +167,3 @@ def _evenly_spaced(count: int, most: int) -> np.ndarray:
     """Return at most ``most`` numbers below ``count``, evenly spaced."""
     shown = min(count, most)
     return np.arange(shown) * count // shown
-
-
-def _label_ticks(axes: Axes, which: str, names: np.ndarray) -> None:
-    """Label the ticks at round positions; all of them if they are few."""
-    rough = -(-len(names) // MAX_TICKS)
-    step = next(s * 10**p for p in range(9) for s in (1, 2, 5) if s * 10**p >= rough)
-    at = np.arange(0, len(names), 1 if len(names) <= 20 else step)
-    getattr(axes, f"set_{which}ticks")(at, [str(name) for name in names[at]])

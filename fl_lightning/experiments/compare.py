@@ -35,7 +35,7 @@ from fl_lightning.experiments.results import (
     spreads,
 )
 from fl_lightning.experiments.runs import is_finished
-from fl_lightning.reports.charts import Chart, Panel, draw, series
+from fl_lightning.reports.charts import Chart, Panel, draw, series, write_figure
 from fl_lightning.reports.layout import in_lines, is_terminal, width_of
 from fl_lightning.reports.page import Page
 from fl_lightning.reports.panels import Line, bars, curves, table_map
@@ -139,7 +139,7 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     runs_table(results).to_csv(out / "results.csv", index=False)
     curves_table(results).to_csv(out / "curves.csv", index=False)
     (out / "results.md").write_text(text + "\n")
-    write_picture(out / "results.png", results, experiment)
+    write_figure(draw([*comparison_charts(results, experiment)])[0], out / "results")
     write_comparison(out, experiment, results)
     shown = text
     if is_terminal(sys.stdout):  # results.md has the whole table
@@ -204,12 +204,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.6g}"
     return str(value)
-
-
-def write_picture(path: Path, results: Sequence[RunResult], experiment: Experiment) -> None:
-    """Write a PNG of all charts together."""
-    figure, _ = draw([*comparison_charts(results, experiment)])
-    figure.savefig(path, dpi=130, facecolor="white")
 
 
 def comparison_charts(results: Sequence[RunResult], experiment: Experiment) -> Iterator[Chart]:

@@ -14,15 +14,13 @@ Differs: Optuna leaves stopped trials out, and with them the option that often m
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import optuna
 from optuna import Study, pruners, samplers
-from optuna.exceptions import ExperimentalWarning, OptunaError
+from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
@@ -35,8 +33,8 @@ from fl_lightning.experiments.experiment import as_text
 from fl_lightning.experiments.space import Search
 from fl_lightning.experiments.sweep_plan import Plan, with_values
 from fl_lightning.federation import differences
-from fl_lightning.reports.charts import Chart, draw
-from fl_lightning.reports.panels import bars
+from fl_lightning.reports.charts import Chart, draw, write_figure
+from fl_lightning.reports.panels import bars, points
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -295,9 +293,9 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
     """Draw the importances as bars, into PNG and SVG files."""
-    panel = bars([names[option] for option in shares], [*shares.values()], [np.nan] * len(shares))
+    panel = bars([names[option] for option in shares], [*shares.values()])
     chart = Chart("importance", "importance, share of all", panel, names_are_long=True)
-    _save(draw([chart])[0], path)
+    write_figure(draw([chart])[0], path)
 
 
 def draw_trials(out: Path, study: optuna.Study, metric: str) -> None:
@@ -308,20 +306,36 @@ def draw_trials(out: Path, study: optuna.Study, metric: str) -> None:
         study: study with at least one complete trial.
         metric: name of the metric.
     """
-    import matplotlib
-    from matplotlib import pyplot
-    from optuna.visualization import matplotlib as drawn
-
-    matplotlib.use("agg")  # no window for pyplot, by which Optuna draws
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        for name, plot in (
-            ("trials", drawn.plot_optimization_history),
-            ("options", drawn.plot_slice),
-        ):
-            figure = np.ravel(plot(study, target_name=metric))[0].figure  # type: ignore[arg-type]
-            _save(figure, out / name)
-            pyplot.close(figure)
+    done = _points(study, TrialState.COMPLETE)
+    values = [value for _, value in done]
+    texts = [f"trial {trial.number}: {value:.4g}" for trial, value in done]
+    sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
+    best: list[tuple[float, float]] = []
+    for trial, value in done:
+        if not best or sign * value < sign * best[-1][1]:
+            best.append((trial.number, value))
+    over_time = points(
+        [trial.number for trial, _ in done],
+        values,
+        texts,
+        labels=("trial", metric),
+        steps=("best so far", best),
+    )
+    write_figure(draw([Chart("trials", "", over_time, names_are_long=True)])[0], out / "trials")
+    distributions = {name: d for trial, _ in done for name, d in trial.distributions.items()}
+    charts = []
+    for option, distribution in sorted(distributions.items()):
+        known = [number for number, (trial, _) in enumerate(done) if option in trial.params]
+        panel = points(
+            [done[number][0].params[option] for number in known],
+            [values[number] for number in known],
+            [texts[number] for number in known],
+            labels=(option, metric),
+            scale="log" if getattr(distribution, "log", False) else "linear",
+        )
+        charts.append(Chart(option, "", panel, names_are_long=True))
+    if charts:
+        write_figure(draw(charts)[0], out / "options")
 
 
 _SHOWN = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -331,11 +345,6 @@ def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, f
     """Return the trials in a state with their values; a stopped trial has the value of its last round."""
     trials = study.get_trials(deepcopy=False, states=(state,))
     return [(one, one.value) for one in trials if one.value is not None]
-
-
-def _save(figure: Any, path: Path) -> None:
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=130, facecolor="white", bbox_inches="tight")
 
 
 def trial_line(

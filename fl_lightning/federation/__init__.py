@@ -27,13 +27,10 @@ from fl_lightning.federation.checks.privacy import shown_by as shown_by
 from fl_lightning.federation.clients.fit_clients import FitClients as FitClients
 from fl_lightning.federation.federation import Federation as Federation
 from fl_lightning.federation.logs import begin_round as begin_round
-from fl_lightning.federation.logs import board_tag as board_tag
 from fl_lightning.federation.logs import boards as boards
 from fl_lightning.federation.logs import is_of_test as is_of_test
 from fl_lightning.federation.logs import keep_once as keep_once
 from fl_lightning.federation.logs import log_event as log_event
-from fl_lightning.federation.logs import log_figure as log_figure
-from fl_lightning.federation.logs import log_histogram as log_histogram
 from fl_lightning.federation.logs import log_numbers as log_numbers
 from fl_lightning.federation.logs import log_once as log_once
 from fl_lightning.federation.logs import logged_in_round as logged_in_round

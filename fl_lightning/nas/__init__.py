@@ -12,9 +12,11 @@ from fl_lightning.nas.one_shot import OneShot as OneShot
 from fl_lightning.nas.relaxation import PartialChannels as PartialChannels
 from fl_lightning.nas.relaxation import SinglePath as SinglePath
 from fl_lightning.nas.relaxation import Softmax as Softmax
+from fl_lightning.nas.report import cell_figure as cell_figure
 from fl_lightning.nas.sampled_paths import BinaryGates as BinaryGates
 from fl_lightning.nas.sampled_paths import HardGumbel as HardGumbel
 from fl_lightning.nas.sampled_paths import SoftGumbel as SoftGumbel
+from fl_lightning.nas.search.problem import on_front as on_front
 from fl_lightning.nas.spaces.choices import ValueChoice as ValueChoice
 from fl_lightning.nas.spaces.darts import DARTS as DARTS
 from fl_lightning.nas.spaces.elastic import ElasticBatchNorm2d as ElasticBatchNorm2d

@@ -32,14 +32,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import CONFIG, log_figure, run_folder
-from fl_lightning.nas import pictures
+from fl_lightning.federation import CONFIG, run_folder
 from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.mixture import protector
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.spaces.cells import CellSpace
-from fl_lightning.reports.charts import Chart, Panel, draw, inline, series
+from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.reports.charts import Chart, Panel, draw, inline, series, write_figure
+from fl_lightning.reports.graphs import Graph, graph_figure
+from fl_lightning.reports.loggers import log_figure
 from fl_lightning.reports.page import FRAGMENTS, Page
 from fl_lightning.reports.panels import Line, curves, table_map
 from fl_lightning.reports.progress import federation_of
@@ -157,7 +159,7 @@ class SearchReport(Callback):
         if not trainer.is_global_zero or step % every:
             return
         cell, chart = module.architecture, Chart("map", "", _map(module.space, module.shares))
-        log_figure(trainer, "search/cell", lambda: pictures.cell_figure(cell), step=step)
+        log_figure(trainer, "search/cell", lambda: cell_figure(cell), step=step)
         log_figure(trainer, "search/probabilities", lambda: draw([chart])[0], step=step)
 
     def _verdict(self, module: Any, last_round: int) -> str:
@@ -212,10 +214,10 @@ class SearchReport(Callback):
         network = content["model"]["init_args"]["network"]["init_args"]
         _write(folder / "architecture.yaml", network)
         _write(folder / "retrain.yaml", content)
-        _, drawn = pictures.save(pictures.cell_figure(found), folder / "cell")
+        drawn = write_figure(cell_figure(found), folder / "cell")
         if self._shares:  # no round is in it if none reached its last batch, as with max_steps
             text = f"{verdict}. {', '.join(facts)}."
-            self._write_section(folder, module, drawn.read_text(), text)
+            self._write_section(folder, module, drawn, text)
         rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
 
     def _write_section(self, folder: Path, module: Any, drawn: str, text: str) -> None:
@@ -248,6 +250,43 @@ class SearchReport(Callback):
         path = folder / FRAGMENTS / "search.html"
         path.parent.mkdir(exist_ok=True)
         path.write_text(page.fragment(), encoding="utf-8")
+
+
+def cell_figure(architecture: Architecture, title: str = "") -> Any:
+    """Draw the cells of an architecture as graphs: nodes from left to right, edges with operations.
+
+    Missing edges are not drawn. Gray arrows without a name concatenate. Dashed edges have no effect: no
+    path from an input to the output uses them.
+
+    Returns:
+        A figure of matplotlib.
+
+    Raises:
+        ConfigurationError: if the space of the architecture is not made of cells.
+    """
+    space = architecture.space
+    if not isinstance(space, CellSpace):
+        raise ConfigurationError(f"{space.name} is not made of cells: there is no graph to draw")
+    kinds = dict.fromkeys(row.cell for row in space.rows)
+    return graph_figure([_graph(space, architecture, kind) for kind in kinds], title)
+
+
+def _graph(space: CellSpace, architecture: Architecture, kind: str) -> Graph:
+    joined = space.concatenated(kind)
+    edges = [
+        (row.source, row.target, space.name_of(number, operation))
+        for number, (row, operation) in enumerate(
+            zip(space.rows, space.operations_of(architecture), strict=True)
+        )
+        if row.cell == kind and operation != space.none
+    ]
+    nodes = space.node_names(kind)
+    # no edge enters an input
+    entered = {row.target for row in space.rows if row.cell == kind} | {end for _, end in joined}
+    title = kind if kind.startswith("stage") else f"{kind} cell"
+    return Graph(
+        title, nodes, [*edges, *((a, b, "") for a, b in joined)], len(nodes) - len(entered)
+    )
 
 
 def _map(space: CellSpace, shares: Tensor) -> Panel:

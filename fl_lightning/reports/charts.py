@@ -71,7 +71,7 @@ class Tooltip:
 
 
 Panel = Callable[[Any], Sequence[Tooltip]]  # draws on matplotlib axes and returns its tooltips
-_WIDTH, _HEIGHT = 4.3, 2.9  # inches
+_WIDTH = 4.3  # inches
 _A_ROW = 2  # charts in a row of a picture
 _MOST_TOOLTIPS = 1200  # of a chart: a hundred bytes each
 
@@ -85,16 +85,22 @@ class Chart:
         title: title above the chart.
         panel: function that draws the chart.
         names_are_long: whether to make room for long names, which takes twice as long to draw.
+        height: height of the chart in inches.
     """
 
     name: str
     title: str
     panel: Panel
     names_are_long: bool = False
+    height: float = 2.9
 
 
-def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Tooltip]]:
-    """Draw charts side by side, two in a row, on a transparent background.
+def draw(charts: Sequence[Chart], title: str = "") -> tuple[Figure, list[Tooltip]]:
+    """Draw charts side by side, two in a row.
+
+    Args:
+        charts: at least one chart.
+        title: title above all charts.
 
     Returns:
         The figure, and the tooltips of all charts.
@@ -105,8 +111,8 @@ def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Tooltip]]:
     columns = min(_A_ROW, len(charts))
     rows = math.ceil(len(charts) / columns)
     width = _WIDTH * columns
-    height = _HEIGHT * rows
-    has_room = any(chart.names_are_long for chart in charts) or len(charts) > 1
+    height = max(chart.height for chart in charts) * rows
+    has_room = any(chart.names_are_long for chart in charts) or len(charts) > 1 or bool(title)
     tooltips: list[Tooltip] = []
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained" if has_room else None)
@@ -116,6 +122,8 @@ def draw(charts: Sequence[Chart]) -> tuple[Figure, list[Tooltip]]:
             axes.set_title(chart.title)
         for axes in places[len(charts) :]:
             axes.remove()
+        if title:
+            figure.suptitle(title, fontsize=10)
         if not has_room:  # margins in inches
             figure.subplots_adjust(
                 left=0.62 / width,
@@ -161,20 +169,34 @@ def write_chart(chart: Chart, folder: Path) -> str:
     Returns:
         An ``<svg>`` element in the colours of the page, whose ids are unique in the page.
     """
+    figure, tooltips = draw([chart])
+    svg = write_figure(figure, folder / chart.name)
+    return inline(svg.replace("</svg>", f"{_as_svg(figure, tooltips)}</svg>"), chart.name)
+
+
+def write_figure(figure: Figure, path: Path) -> str:
+    """Write a figure as PNG and SVG on white; the same figure gives the same bytes.
+
+    Args:
+        figure: the figure.
+        path: path of both files, without an ending; its folder is made.
+
+    Returns:
+        The SVG on a transparent background, see `inline`.
+    """
     from matplotlib import rc_context  # a second to import
 
-    folder.mkdir(parents=True, exist_ok=True)
-    figure, tooltips = draw([chart])
-    figure.savefig(folder / f"{chart.name}.png", dpi=130, facecolor="white")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(f"{path}.png", dpi=130, facecolor="white")
     drawn = io.StringIO()
-    # text stays text; without a date and random names, equal charts give equal files
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
+    # text stays text; ids in the file would be random without a salt
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fl_lightning"}):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     svg = drawn.getvalue()
     start = svg.index(">", svg.index("<svg")) + 1  # a file may be shown on any background
     on_white = f'{svg[:start]}<rect width="100%" height="100%" fill="white"/>{svg[start:]}'
-    (folder / f"{chart.name}.svg").write_text(on_white, encoding="utf-8")
-    return inline(svg.replace("</svg>", f"{_as_svg(figure, tooltips)}</svg>"), chart.name)
+    Path(f"{path}.svg").write_text(on_white, encoding="utf-8")
+    return svg
 
 
 def _as_svg(figure: Figure, tooltips: Sequence[Tooltip]) -> str:

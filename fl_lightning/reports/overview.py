@@ -20,12 +20,13 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation import Federation, limited, log_figure, num_batches, run_folder
+from fl_lightning.federation import Federation, limited, num_batches, run_folder
 from fl_lightning.reports.evaluated_model import saved_after, shown_path
 from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail, folder_of, software
+from fl_lightning.reports.loggers import log_figure
 from fl_lightning.reports.progress import federation_of, unit
-from fl_lightning.reports.run_charts import in_bytes
+from fl_lightning.reports.run_charts import in_bytes, partition_figure
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
@@ -327,4 +328,4 @@ class PartitionReport(Callback):
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
         summary.save(Path(folder) / "partition.csv")
-        log_figure(trainer, "partition", summary.figure, step=0)
+        log_figure(trainer, "partition", lambda: partition_figure(summary.table()), step=0)

@@ -15,6 +15,7 @@ from fl_lightning.reports.charts import INK, SERIES, Panel, Tooltip, series
 _MARKED = 40  # curves with more points than this have no markers
 _FEWEST_OF_A_HISTOGRAM = 30  # values; of fewer, each is drawn as a dot
 _FEWEST_BARS = 6  # different values; of fewer, no histogram is drawn
+_MANY_BARS = 20  # from here on names and numbers are small
 
 
 @dataclass(frozen=True)
@@ -241,22 +242,41 @@ def table_map(
     return panel
 
 
-def bars(names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]) -> Panel:
-    """Return a panel with a bar for each mean, and a whisker for each finite standard deviation."""
+def bars(
+    names: Sequence[str],
+    means: Sequence[float],
+    whiskers: Sequence[float] | None = None,
+    *,
+    x: str = "",
+    mark: float | None = None,
+) -> Panel:
+    """Return a panel with a bar and a number for each mean.
+
+    Args:
+        names: names of the bars, from top to bottom.
+        means: lengths of the bars.
+        whiskers: standard deviations; non-finite ones have no whisker. If None, all bars have one colour.
+        x: label of the values.
+        mark: value at which a dashed line is drawn; None for no line.
+    """
+    stds = [math.nan] * len(names) if whiskers is None else whiskers
 
     def panel(axes: Any) -> list[Tooltip]:
         at = np.arange(len(names))
-        colours = [series(n) for n in range(len(names))]
+        colours = [series(0 if whiskers is None else n) for n in range(len(names))]
         errors = {"ecolor": INK, "elinewidth": 1.0, "capsize": 3}
-        known = np.nan_to_num(whiskers)
+        known = None if whiskers is None else np.nan_to_num(whiskers)
         drawn = axes.barh(at, means, xerr=known, color=colours, height=0.62, error_kw=errors)
         said = [
             f"{mean:.3g}" + (f" ± {std:.2g}" if math.isfinite(std) else "")
-            for mean, std in zip(means, whiskers, strict=True)
+            for mean, std in zip(means, stds, strict=True)
         ]
-        axes.bar_label(drawn, said, padding=4, fontsize=8)
-        axes.margins(x=0.28)  # room for the numbers
-        axes.set_yticks(at, list(names))
+        axes.bar_label(drawn, said, padding=4, fontsize=8 if len(names) < _MANY_BARS else 6)
+        axes.margins(x=0.28, y=min(0.05, 1 / len(names)))  # room for the numbers
+        if mark is not None:
+            axes.axvline(mark, color=INK, linewidth=1, linestyle="--")
+        axes.set(xlabel=x)
+        axes.set_yticks(at, list(names), fontsize=8 if len(names) < _MANY_BARS else 6)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x")
@@ -269,6 +289,63 @@ def bars(names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]
         ]
 
     return panel
+
+
+def points(
+    x: Sequence[Any],
+    y: Sequence[float],
+    texts: Sequence[str],
+    *,
+    labels: tuple[str, str],
+    steps: tuple[str, Sequence[tuple[float, float]]] | None = None,
+    bounds: Mapping[str, float] | None = None,
+    scale: str = "linear",
+) -> Panel:
+    """Return a panel of points, with an optional line of steps through some of them.
+
+    Args:
+        x: horizontal coordinates: numbers, or names of categories.
+        y: vertical coordinates.
+        texts: tooltips of the points.
+        labels: labels of both axes.
+        steps: text in the legend and corners of the line, from left to right.
+        bounds: horizontal coordinates at which a dashed line is drawn, by text in the legend.
+        scale: horizontal scale: ``linear``, ``log``, or ``large`` for numbers such as 250 k and 1.5 M.
+    """
+    are_numbers = all(type(value) in (int, float) for value in x)
+    names = [] if are_numbers else list(dict.fromkeys(map(str, x)))
+    at = [*x] if are_numbers else [names.index(str(value)) for value in x]
+
+    def panel(axes: Any) -> list[Tooltip]:
+        axes.scatter(at, y, s=14, color=series(7))
+        if steps is not None:
+            corners = np.array(steps[1]).reshape(-1, 2)
+            line = {"color": series(0), "markersize": 5, "drawstyle": "steps-post"}
+            axes.plot(corners[:, 0], corners[:, 1], "o-", label=steps[0], **line)
+        for label, bound in (bounds or {}).items():
+            axes.axvline(bound, color=series(1), linestyle="--", label=label)
+        _scale(axes, scale, x, names)
+        axes.set(xlabel=labels[0], ylabel=labels[1])
+        if steps is not None or bounds:
+            axes.legend(loc="best")
+        return [Tooltip(*point) for point in zip(at, y, texts, strict=True)]
+
+    return panel
+
+
+def _scale(axes: Any, scale: str, values: Sequence[Any], names: Sequence[str]) -> None:
+    """Set the horizontal scale for values, or for the names of their categories."""
+    from matplotlib.ticker import EngFormatter  # a second to import
+
+    if names:
+        axes.set_xticks(range(len(names)), names)
+        axes.margins(x=0.2)
+    elif scale == "log":
+        axes.set_xscale("log")
+    elif scale == "large":
+        axes.xaxis.set_major_formatter(EngFormatter())
+    elif all(type(value) is int for value in values):
+        axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _bins(values: npt.NDArray[np.float64], *, whole: bool) -> npt.NDArray[np.float64]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fl_lightning.federation import logged_once
-from fl_lightning.reports.charts import Chart, Panel, series
+from fl_lightning.reports.charts import Chart, Panel, draw, series
 from fl_lightning.reports.history import IDS, Curve, History
 from fl_lightning.reports.panels import Line, curves, distribution, fan, table_map
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 _MOST_CHARTS = 4  # of a section
@@ -46,7 +47,11 @@ def run_sections(folder: Path, history: History) -> Iterator[Section]:
     """Yield the sections of a run's report that have charts, the most important first."""
     sections = (
         *(_validation(history), _training(history), _clients(folder), _local_models(folder)),
-        *(_distribution(history), _participants(history), _partition(folder)),
+        *(
+            _distribution(history),
+            _participants(history),
+            _partition(read_table(folder / PARTITION)),
+        ),
         _bytes(history, logged_once(folder)),
         _family(history, "privacy/", "Privacy", "What has been spent so far, after each round."),
         _family(history, "mask/", "Masks", "Entries that train, after each round that changed it."),
@@ -196,14 +201,29 @@ def _participants(history: History) -> Section:
     return _section("Participants", caption.strip(), panels)
 
 
-def _in_words(counts: Collection[float], what: str) -> str:
+def _in_words(counts: Collection[float], what: str, which: str = "") -> str:
     """Describe counts of clients, as ``5 clients took part in 1 to 3 rounds``."""
     of = " to ".join(dict.fromkeys(f"{end(counts):g}" for end in (min, max)))
-    return f"{len(counts):,} clients {what.format(of).removesuffix('s' if of == '1' else '')}"
+    return (
+        f"{len(counts):,} clients{which} {what.format(of).removesuffix('s' if of == '1' else '')}"
+    )
 
 
-def _partition(folder: Path) -> Section:
-    table = read_table(folder / PARTITION)
+def partition_figure(table: DataFrame) -> Figure:
+    """Return a figure of a partition: examples of each class and client, and examples per client.
+
+    Args:
+        table: table of a `PartitionSummary`, or the file ``partition.csv`` of a run.
+    """
+    section = _partition(table)
+    if section.charts:
+        return draw(section.charts, section.caption)[0]
+    sizes, clients = table[["num_examples"]].to_numpy(float), [str(c) for c in table["client"]]
+    panel = table_map(sizes, x="", y="client", columns=["all"], rows=clients, legend="examples")
+    return draw([Chart("partition", "", panel, names_are_long=True)], section.caption)[0]
+
+
+def _partition(table: DataFrame) -> Section:
     if table.empty:
         return Section("Partition", "", ())
     clients = table["client"].to_numpy()
@@ -221,7 +241,9 @@ def _partition(folder: Path) -> Section:
         )
     sizes = {f"client {c}": float(n) for c, n in zip(clients, table["num_examples"], strict=True)}
     panels["examples per client"] = distribution({"clients": sizes}, x="examples", whole=True)
-    caption = f"{_in_words(sizes.values(), 'have {} examples')}."
+    are_all = clients[-1] + 1 == len(clients)
+    spaced = "" if are_all else ", evenly spaced by number,"
+    caption = f"{_in_words(sizes.values(), 'have {} examples', spaced)}."
     if len(shown) < len(clients):
         caption += f" The map shows {len(shown)} of {len(clients):,} clients, evenly spaced."
     return _section("Partition", caption, panels)

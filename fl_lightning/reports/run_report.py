@@ -18,11 +18,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import is_of_test, keep_once, logged_once, own_run_folder, run_folder
 from fl_lightning.models.causal_lm import ANSWERS
-from fl_lightning.reports.board import Charts, lay_out, show_results
 from fl_lightning.reports.evaluated_model import shown_path
 from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail
+from fl_lightning.reports.loggers import Charts, lay_out, log_clients, show_results
 from fl_lightning.reports.overview import provenance, why_it_stopped
 from fl_lightning.reports.page import FRAGMENTS, Page
 from fl_lightning.reports.progress import federation_of, progress_bar
@@ -46,6 +46,7 @@ class RunReport(Callback):
         page: whether to write the page and its figures, which takes a few seconds.
         max_clients: largest cohort of which each client's metrics are recorded.
         waits_for_test: whether the page is written only after a test, or by `finish`.
+        client_curves: whether loggers get each client's metrics too, as ``client/<number>/<name>``.
 
     Example:
         >>> from fl_lightning import Federation
@@ -53,12 +54,17 @@ class RunReport(Callback):
     """
 
     def __init__(
-        self, page: bool = True, max_clients: int = 1000, waits_for_test: bool = False
+        self,
+        page: bool = True,
+        max_clients: int = 1000,
+        waits_for_test: bool = False,
+        client_curves: bool = False,
     ) -> None:
         super().__init__()
         if max_clients < 0:
             raise ConfigurationError(f"max_clients must not be negative, got {max_clients}")
         self.page, self.max_clients, self.waits_for_test = page, max_clients, waits_for_test
+        self.client_curves = client_curves
         self._folder: Path | None = None
         self._seen: dict[str, Any] = {}
         self._ahead: dict[str, Any] = {}
@@ -189,7 +195,23 @@ class RunReport(Callback):
         new = {name: v for name, v in logged.items() if self._seen.get(name) is not v}
         self._seen = dict(logged)
         metrics = {name: float(value) for name, value in new.items()}
-        append(self._folder, RoundLine(number, metrics, self._clients(trainer)))
+        clients = self._clients(trainer)
+        append(self._folder, RoundLine(number, metrics, clients))
+        if self.client_curves:
+            self._draw_clients(trainer, clients)
+
+    def _draw_clients(self, trainer: Trainer, found: Mapping[str, Sequence[float]]) -> None:
+        if not found:
+            rank_zero_warn(
+                "client_curves: there are none, because privacy hides clients, because more than "
+                f"max_clients={self.max_clients} took part, or because the run has no clients"
+            )
+        names = [name for name in found if name != IDS]
+        values = {
+            int(client): {name: found[name][place] for name in names}
+            for place, client in enumerate(found.get(IDS, ()))
+        }
+        log_clients(trainer, values, step=trainer.global_step - 1)
 
     def _clients(self, trainer: Trainer) -> dict[str, Sequence[float]]:
         """Return the metrics of the round's clients; empty if privacy forbids it."""

@@ -17,14 +17,13 @@ from fl_lightning.sparsity.heads import HeadFit as HeadFit
 from fl_lightning.sparsity.heads import LinearHead as LinearHead
 from fl_lightning.sparsity.heads import RidgeHead as RidgeHead
 from fl_lightning.sparsity.heads import head_features as head_features
+from fl_lightning.sparsity.masks.mask import LayerDensity as LayerDensity
 from fl_lightning.sparsity.masks.mask import Mask as Mask
+from fl_lightning.sparsity.masks.mask import density_per_layer as density_per_layer
 from fl_lightning.sparsity.masks.mask import load_mask as load_mask
 from fl_lightning.sparsity.masks.mask import save_mask as save_mask
 from fl_lightning.sparsity.masks.maskable import freeze_masked as freeze_masked
 from fl_lightning.sparsity.masks.maskable import maskable_names as maskable_names
-from fl_lightning.sparsity.masks.report import LayerDensity as LayerDensity
-from fl_lightning.sparsity.masks.report import density_figure as density_figure
-from fl_lightning.sparsity.masks.report import density_per_layer as density_per_layer
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer as MaskedOptimizer
 from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW as SparseAdamW
 from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM as SparseSGDM

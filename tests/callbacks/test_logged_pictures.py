@@ -1,5 +1,6 @@
 """Pictures and histograms reach every logger that takes them, each in its offline mode."""
 
+import time
 from pathlib import Path
 
 import matplotlib.image
@@ -15,8 +16,10 @@ from lightning.pytorch.loggers import (
 from matplotlib.figure import Figure
 from toys import ToyModule, toy_data, toy_trainer
 
-from fl_lightning import Federation
-from fl_lightning.federation.logs import keep_once, log_figure, log_histogram, logged_once
+from fl_lightning import CentralDP, ClientEvaluation, Federation, PoissonCohort, RunReport
+from fl_lightning.federation.logs import keep_once, logged_once
+from fl_lightning.reports.history import History
+from fl_lightning.reports.loggers import log_figure, log_histogram
 
 
 class Album(Logger):
@@ -80,6 +83,15 @@ def test_without_a_logger_nothing_is_drawn(tmp_path):
     log_figure(toy_trainer(logger=False), "never", pytest.fail, step=0)
 
 
+def is_recorded(folder, name, seconds=60.0):
+    """Whether W&B's file has a name; its own process may write it some time after the run has finished."""
+    (record,) = folder.rglob("*.wandb")
+    end = time.monotonic() + seconds
+    while not (found := name in record.read_bytes()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")  # of W&B itself
 def test_wandb_offline_has_both(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
@@ -90,8 +102,7 @@ def test_wandb_offline_has_both(tmp_path, monkeypatch):
     logger.experiment.finish()
     (picture,) = tmp_path.rglob("media/images/clients/*.png")
     assert matplotlib.image.imread(picture).std() > 0
-    (record,) = tmp_path.rglob("*.wandb")
-    assert b"clients/loss" in record.read_bytes()
+    assert is_recorded(tmp_path, b"clients/loss")
 
 
 @pytest.mark.filterwarnings("ignore")  # of W&B itself
@@ -109,6 +120,73 @@ def test_wandb_offline_has_the_rounds_of_several_processes(tmp_path, monkeypatch
     assert fit.name == test.name == f"run-{logger.version}.wandb"
     assert b"train/loss" in fit.read_bytes()
     assert b"test/loss" in test.read_bytes()
+
+
+def fitted_with_curves(logger, folder, **options):
+    trainer = toy_trainer(
+        Federation(local_steps=1, **options),
+        ClientEvaluation(every_n_rounds=1, client_curves=True),
+        RunReport(page=False, client_curves=True),
+        logger=logger,
+        default_root_dir=folder,
+        max_epochs=2,
+    )
+    trainer.fit(ToyModule(), datamodule=toy_data(num_clients=2, client_val_fraction=0.3))
+    return trainer
+
+
+def test_clients_have_curves_of_their_own_on_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, "run")
+    trainer = fitted_with_curves(logger, tmp_path)
+    logger.experiment.close()
+    events = EventAccumulator(logger.log_dir).Reload()
+    for client in (0, 1):
+        for name in ("train/loss", "val/loss"):
+            curve = events.Scalars(f"· client/{client}/{name}")
+            assert [event.step for event in curve] == [0, 1]
+    (last,) = History.read(Path(logger.log_dir)).rounds[-1:]
+    assert events.Scalars("· client/1/train/loss")[-1].value == pytest.approx(
+        last.clients["train/loss"][1]
+    )
+    assert not [name for name in trainer.callback_metrics if name.startswith("client/")]
+
+
+@pytest.mark.filterwarnings("ignore")  # of W&B itself
+def test_clients_have_curves_of_their_own_in_wandb(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    fitted_with_curves(logger, tmp_path)
+    logger.experiment.finish()
+    for name in (b"client/0/train/loss", b"client/1/val/loss"):
+        assert is_recorded(tmp_path, name)
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow itself
+def test_clients_have_curves_of_their_own_in_mlflow(tmp_path):
+    pytest.importorskip("mlflow")
+    logger = MLFlowLogger(
+        "toy", tracking_uri=f"sqlite:///{tmp_path}/m.db", artifact_location=str(tmp_path / "a")
+    )
+    fitted_with_curves(logger, tmp_path)
+    curve = logger.experiment.get_metric_history(logger.run_id, "client/1/train/loss")
+    assert [point.step for point in curve] == [0, 1]
+
+
+def test_privacy_leaves_out_curves_of_clients_and_says_so(tmp_path):
+    private = CentralDP(clip_norm=1.0, noise_multiplier=1.0, log_unprotected=False)
+    logger = CSVLogger(tmp_path, "run", version=0)
+    trainer = toy_trainer(
+        Federation(local_steps=1, privacy=private, cohort=PoissonCohort(fraction=0.5)),
+        RunReport(page=False, client_curves=True),
+        logger=logger,
+        max_epochs=1,
+    )
+    with pytest.warns(UserWarning, match="client_curves: there are none, because privacy hides"):
+        trainer.fit(ToyModule(), datamodule=toy_data(num_clients=4))
+    assert "client/" not in Path(logger.log_dir, "metrics.csv").read_text()
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself

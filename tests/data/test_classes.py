@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData
 
+from fl_lightning import partition_figure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.columns import are_classes, as_labels, quantile_bins
 from fl_lightning.data.federated import FederatedDataModule
@@ -172,7 +173,7 @@ class TestReport:
         summary.save(tmp_path / "partition.csv")
         rows = (tmp_path / "partition.csv").read_text().splitlines()
         assert rows[:2] == ["client,num_examples,num_classes,label_entropy_bits", "0,8,0,0.000000"]
-        grid = summary.figure().axes[0]
+        grid = partition_figure(summary.table()).axes[0]
         assert grid.images[0].get_array().tolist() == [[8], [8], [8]]
 
     def test_of_strings_counts_them(self):

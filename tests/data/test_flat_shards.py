@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import ToyData, toy_data
 
+from fl_lightning import partition_figure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data import shards as shards_file
 from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -148,8 +149,10 @@ def test_summary_of_many_clients_counts_some_and_says_so():
     np.testing.assert_array_equal(some.sizes, whole.sizes)
     assert some.fingerprint == whole.fingerprint
     assert "(classes and entropy of 5 clients, evenly spaced)" in some.as_text()
-    ticks = some.figure().axes[0].get_yticklabels()
+    figure = partition_figure(some.table())
+    ticks = figure.axes[0].get_yticklabels()
     assert [tick.get_text() for tick in ticks] == ["0", "4", "8", "12", "16"]
+    assert "5 clients, evenly spaced by number, have 3 examples" in figure.get_suptitle()
 
 
 class TestManyClients:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
+from fl_lightning import partition_figure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClient
-from fl_lightning.data.partitions.label_shards import LabelShards
-from fl_lightning.data.partitions.partition import IID
+from fl_lightning.data.partitions.partition import IID, PowerLawSizes
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
 LABELS = np.array([5, 5, 9, -1, 9, 5])
@@ -83,21 +83,23 @@ def test_table_reads_back(summary, tmp_path):
 class TestFigure:
     def test_shows_every_count_and_size(self, tmp_path):
         labels = load_digits().target
-        shards = LabelShards(classes_per_client=2).assign(labels, 20, 0)
+        shards = PowerLawSizes(exponent=1.0).assign(labels, 20, 0)
         found = PartitionSummary.of(shards, labels)
-        figure = found.figure()
-        grid, bars = figure.axes[:2]
+        figure = partition_figure(found.table())
+        grid, sizes = figure.axes[:2]
         np.testing.assert_array_equal(grid.images[0].get_array(), found.counts)
-        assert [bar.get_width() for bar in bars.patches] == found.sizes.tolist()
+        assert sorted(sizes.lines[0].get_xdata()) == sorted(found.sizes.tolist())
         assert (grid.get_xlabel(), grid.get_ylabel()) == ("class", "client")
         assert [tick.get_text() for tick in grid.get_xticklabels()] == [str(c) for c in range(10)]
-        assert "shown" not in figure.get_suptitle()
+        assert "20 clients have" in figure.get_suptitle()
+        assert "shows" not in figure.get_suptitle()
         figure.savefig(tmp_path / "partition.png")
 
     def test_samples_many_clients_and_says_so(self):
         labels = np.repeat(np.arange(10), 100)
-        figure = PartitionSummary.of(IID().assign(labels, 1000, 0), labels).figure()
+        table = PartitionSummary.of(IID().assign(labels, 1000, 0), labels).table()
+        figure = partition_figure(table)
         grid = figure.axes[0]
         assert grid.images[0].get_array().shape == (200, 10)
-        assert "1000 clients (200 shown, evenly spaced)" in figure.get_suptitle()
+        assert "The map shows 200 of 1,000 clients, evenly spaced." in figure.get_suptitle()
         assert [tick.get_text() for tick in grid.get_yticklabels()][:2] == ["0", "100"]

@@ -12,18 +12,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.pictures import (
-    COLUMN_WIDTH,
-    NODE_RADIUS,
-    cell_figure,
-    on_front,
-    save,
-)
+from fl_lightning.nas import cell_figure, on_front
 from fl_lightning.nas.search.findings import Findings
 from fl_lightning.nas.search.problem import Constraint, Problem, SearchResult
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
 from fl_lightning.nas.spaces.space import Decision, SearchSpace
+from fl_lightning.reports.charts import write_figure
+from fl_lightning.reports.graphs import COLUMN_WIDTH, NODE_RADIUS
 
 BENCH, DARTS_SPACE = NASBench201(), DARTS()
 
@@ -128,7 +124,7 @@ def test_a_front_is_drawn_with_its_bound_and_the_names_of_all_networks():
         result.of(cell)
     constraints = [Constraint("flops", 3.5), Constraint("params", 7.0)]
     panel = Figure().subplots()
-    tooltips = Findings(result, "flops", "synflow", constraints).draw_front(panel)
+    tooltips = Findings(result, "flops", "synflow", constraints).front()(panel)
     assert panel.collections[0].get_offsets().tolist() == [[3, 0.9], [1, 0.5], [2, 0.4]]
     assert panel.lines[0].get_xydata().tolist() == [[1, 0.5], [3, 0.9]]
     assert [line.get_xdata() for line in panel.lines[1:]] == [[3.5, 3.5]]
@@ -139,8 +135,9 @@ def test_a_front_is_drawn_with_its_bound_and_the_names_of_all_networks():
 
 def test_files_are_pictures_and_the_same_each_time(tmp_path):
     cell = sampled(BENCH, 1)[0]
-    first = save(cell_figure(cell), tmp_path / "new" / "cell.v1")
-    again = save(cell_figure(cell), tmp_path / "again")
+    write_figure(cell_figure(cell), tmp_path / "new" / "cell.v1")
+    write_figure(cell_figure(cell), tmp_path / "again")
+    first, again = sorted(tmp_path.glob("new/*")), sorted(tmp_path.glob("again.*"))
     assert [path.name for path in first] == ["cell.v1.png", "cell.v1.svg"]
     assert matplotlib.image.imread(first[0]).std() > 0
     assert ElementTree.parse(first[1]).getroot().tag.endswith("svg")

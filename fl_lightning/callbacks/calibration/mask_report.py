@@ -13,9 +13,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.federation import Ranks, log_figure, log_numbers, log_once, run_folder
-from fl_lightning.sparsity.masks.mask import Mask, save_mask
-from fl_lightning.sparsity.masks.report import density_figure
+from fl_lightning.federation import Ranks, log_numbers, log_once, run_folder
+from fl_lightning.reports.charts import Chart, draw
+from fl_lightning.reports.loggers import log_figure
+from fl_lightning.reports.panels import bars
+from fl_lightning.sparsity.masks.mask import Mask, density_per_layer, save_mask
 from fl_lightning.sparsity.tasks.merging import MaskCounts
 
 
@@ -54,9 +56,28 @@ def report_mask(
             log_numbers(trainer, numbers, step=step)
         else:
             log_once(trainer, "mask", numbers, step=step)
-        log_figure(trainer, "mask/density per layer", lambda: density_figure(mask), step=step)
+        chart = density_chart(mask)
+        log_figure(trainer, "mask/density per layer", lambda: draw([chart])[0], step=step)
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_mask(mask, Path(folder) / f"mask_v{version}.safetensors")
+
+
+_MOST_BARS = 150  # with more layers, they are joined into blocks
+
+
+def density_chart(mask: Mask) -> Chart:
+    """Return a chart with a bar for each layer, in the network's order: the fraction of its entries that may move.
+
+    A line marks the density of the whole mask.
+    """
+    rows, depth = density_per_layer(mask), 8
+    while len(rows) > _MOST_BARS and depth > 1:
+        depth -= 1
+        rows = density_per_layer(mask, depth)
+    names, densities = [row.name for row in rows], [row.density for row in rows]
+    title = f"{mask.num_active:,} of {mask.num_entries:,} entries may move"
+    panel = bars(names, densities, x="density", mark=mask.density)
+    return Chart("density", title, panel, names_are_long=True, height=1.2 + 0.16 * len(rows))
 
 
 class ClientMasks:

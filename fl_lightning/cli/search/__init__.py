@@ -160,7 +160,8 @@ def search(
         if sweep.exists():
             raise ConfigurationError(f"sweep: {sweep} exists: name another file, or remove it")
         write_sweep(sweep, networks.space, retraining_of(networks), given.seed)
-        print(f"next:     fl-lightning sweep --search {given.sweep} --config YOURS.yaml")
+        words = data_words(networks, given.images)
+        print(_next(f"fl-lightning sweep --search {given.sweep} --", words, "of the trials"))
         return
     _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
 
@@ -223,6 +224,7 @@ def _search(
     if given.export is not None:
         check_writable("export", Path(given.export))
     result = strategy.search(problem, given.budget, given.seed)
+    show_progress(f"done: {len(result.evaluated)} networks")
     _report(Findings(result, measure, given.score, constraints), given, table, configuration)
 
 
@@ -270,7 +272,7 @@ def _told(score: Objective, budget: int) -> Objective:
     def scored(architecture: Architecture) -> float:
         nonlocal done
         value, done = score(architecture), done + 1
-        show_progress(f"done: {done}" if done == budget else f"{done} of {budget} networks")
+        show_progress(f"{done} of {budget} networks")
         return value
 
     return scored
@@ -291,10 +293,49 @@ def _report(
     more = "" if is_all else f" of {given.budget}: no others were found within the constraints"
     print(f"\nscored:   {count} networks of {best.architecture.space.name}{more}")
     print(f"best:     {best.architecture}")
-    costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())
-    print(f"          {given.score} {best.score:.6g}, {costs}")
+    costs = [f"{name} {shown(value)}" for name, value in best.costs.items()]
+    score = [] if given.score in best.costs else [f"{given.score} {best.score:.6g}"]
+    print(f"          {', '.join([*score, *costs])}")
     if table is not None:
         print(f"latency:  {table.where}\n          {table.accuracy}")
     print(f"results:  {out}/report.html, evaluated.csv, front.png")
-    data = [] if "data" in content else ["--config YOURS.yaml"]  # the search knew none
-    print("next:     fl-lightning fit", *data, "--config", target)
+    command = f"fl-lightning fit --config {target}"
+    if "data" in content:
+        print(f"next:     {command}")
+    else:  # the search knew none
+        space, network = best.architecture.space, content["model"]["init_args"]
+        options = {
+            name: network["network"]["init_args"][name] for name in ("in_channels", "num_classes")
+        }
+        networks = Networks(space, network["image_size"], options)
+        print(_next(command, data_words(networks, given.images), "of the run"))
+
+
+def data_words(networks: Networks, images: str | None) -> list[str]:
+    """Return options of a fit that name data of the networks' shape; empty if no data set here has it.
+
+    Args:
+        networks: the networks.
+        images: folder of images, with one folder for each class; None if there is none.
+    """
+    size = [f"--data.image_size={networks.side}"]
+    if images is not None:
+        folder = Path(images)
+        root = [f"--data.root={folder.parent}", f"--data.train={folder.name}", "--data.test=null"]
+        return ["--data=fl_lightning.data.ImageFolder", *root, *size]
+    name = _KNOWN_DATA.get((networks.options["in_channels"], networks.options["num_classes"]))
+    return [] if name is None else [f"--data=fl_lightning.data.{name}", *size]
+
+
+_KNOWN_DATA = {
+    (1, 10): "Digits",
+    (3, 10): "CIFAR10",
+    (3, 100): "CIFAR100",
+}  # by channels and classes
+
+
+def _next(command: str, data: Sequence[str], of: str) -> str:
+    """Return the line with the next command, or with what it lacks."""
+    if data:
+        return f"next:     {command} {' '.join(data)}"
+    return f"next:     {command}, with the data {of}: add --config or --data options that name them"

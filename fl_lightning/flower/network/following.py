@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.text import Text
+
 from fl_lightning.core.errors import Interrupted, RoundFailure
 from fl_lightning.flower.network.control import Control
 from fl_lightning.flower.network.folder import NetworkFolder
@@ -27,7 +29,6 @@ from fl_lightning.flower.network.serving import SERVER_RUN
 from fl_lightning.flower.transport.apps import write_app
 from fl_lightning.flower.transport.grid import SEEN
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _EXPLAINED = "fl-lightning: "  # start of the line that explains why a run has ended
 _PAUSE, _STATUS_PAUSE = 0.5, 3.0
 _END_SECONDS = 15.0  # from the end of a program to Flower's own account of it
@@ -104,17 +105,22 @@ def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) ->
             for state in _states(control, run, file):
                 *lines, rest = f"{rest}{file.read()}".split("\n")
                 for line in filter(str.strip, lines):
-                    say(_COLOURS.sub("", line).rstrip())
+                    say(_plain(line).rstrip())
                 if state[0].startswith("finished"):
                     break
     except Interrupted:
         control.stop(run)
         raise
     if rest.strip():  # a last line that no newline ends
-        say(_COLOURS.sub("", rest).rstrip())
+        say(_plain(rest).rstrip())
     status, details = state
     if status != "finished:completed":
         raise _failure(log, status, details)
+
+
+def _plain(text: str) -> str:
+    """Return text without the colours that Flower's programs print."""
+    return Text.from_ansi(text).plain
 
 
 def _failure(log: Path, status: str, details: str) -> RoundFailure:
@@ -175,7 +181,7 @@ class Logs:
         for path in sorted(set(self._folder.glob("*.log")) - set(self._folder.glob(_RUNS))):
             with path.open("rb") as file:
                 file.seek(self._sizes.get(path, 0))
-                lines = _COLOURS.sub("", file.read().decode(errors="replace")).splitlines()
+                lines = _plain(file.read().decode(errors="replace")).splitlines()
             wrong = [line.strip() for line in lines if _WRONG.search(line)]
             found += [f"{path.name}: {line}" for line in wrong[-_MOST_LINES:]]
         return found

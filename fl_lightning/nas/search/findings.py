@@ -21,8 +21,9 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.search.problem import Constraint, Evaluated, SearchResult, shown
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
-from fl_lightning.reports.charts import Chart, Tooltip, series
+from fl_lightning.reports.charts import Chart, Panel
 from fl_lightning.reports.page import Page
+from fl_lightning.reports.panels import points
 
 _AXES = {"flops": "multiply-adds", "params": "parameters", "latency_ms": "latency (ms)"}
 
@@ -69,11 +70,12 @@ class Findings:
         best, score, measure = self.best, self.score, self.measure
         count, space = len(self.result.evaluated), best.architecture.space
         page = Page(f"Search of {space.name}", f"{count} networks scored · {folder}")
-        page.tiles([(f"best {score}", _score(best.score)), *_costs(best)])
+        tiles = [] if score in best.costs else [(f"best {score}", _score(best.score))]
+        page.tiles([*tiles, *_costs(best)])
         bounds = ", ".join(map(str, self.constraints)) or "none"
         page.facts({"best architecture": str(best.architecture), "constraints": bounds})
         title = f"{score} over {measure}"
-        page.charts([Chart("front", title, self.draw_front, names_are_long=True)], folder)
+        page.charts([Chart("front", title, self.front(), names_are_long=True)], folder)
         page.heading(f"Pareto front of {score} and {measure}")
         head, rows = self.front_rows()
         names = [str(one.architecture) for one in self.result.front(measure)]
@@ -81,39 +83,37 @@ class Findings:
         page.verbatim(configuration, "Configuration that trains the best architecture")
         page.write(folder / "report.html")
 
-    def draw_front(self, axes: Any) -> list[Tooltip]:
-        """Draw all scored networks, the Pareto front, and the bounds on its cost; a `Panel`.
+    def front(self) -> Panel:
+        """Return a panel of all scored networks, the Pareto front, and the bounds on its cost.
 
         Networks with score -∞ are left out. Tooltips name the networks.
         """
-        from matplotlib.ticker import EngFormatter
-
-        measure, constraints = self.measure, self.constraints
+        measure = self.measure
         useful = [one for one in self.result.evaluated if one.score > -math.inf]
-        places = [(one.costs[measure], one.score) for one in useful]
-        front = [(one.costs[measure], one.score) for one in self.result.front(measure)]
-        line = {"color": series(0), "markersize": 5, "drawstyle": "steps-post"}
-        axes.scatter([x for x, _ in places], [y for _, y in places], s=14, color=series(7))
-        axes.plot([x for x, _ in front], [y for _, y in front], "o-", label="Pareto front", **line)
-        for bound in (one for one in constraints if one.measure == measure):
-            axes.axvline(bound.bound, color=series(1), linestyle="--", label=str(bound))
-        axes.set(xlabel=_AXES.get(measure, measure), ylabel=self.score)
-        axes.xaxis.set_major_formatter(EngFormatter())  # 250 k, 1.5 M
-        axes.legend(loc="lower right")
-        return [
-            Tooltip(x, y, f"{_score(y)}, {shown(x)} {measure}: {one.architecture}")
-            for (x, y), one in zip(places, useful, strict=True)
-        ]
+        kept = self.result.front(measure)
+        return points(
+            [one.costs[measure] for one in useful],
+            [one.score for one in useful],
+            [
+                f"{_score(one.score)}, {shown(one.costs[measure])} {measure}: {one.architecture}"
+                for one in useful
+            ],
+            labels=(_AXES.get(measure, measure), self.score),
+            steps=("Pareto front", [(one.costs[measure], one.score) for one in kept]),
+            bounds={str(one): one.bound for one in self.constraints if one.measure == measure},
+            scale="large",
+        )
 
     def front_rows(self) -> tuple[list[str], list[list[str]]]:
         """Return the header and the rows of a table of the Pareto front, cheapest first."""
         costs = self.result.evaluated[0].costs
         measures = [name for name in costs if name != "activations"]
+        shows_score = self.score not in measures  # else it is one of the costs
         rows = [
-            [_score(one.score), *(shown(one.costs[name]) for name in measures)]
+            [*[_score(one.score)] * shows_score, *(shown(one.costs[name]) for name in measures)]
             for one in self.result.front(self.measure)
         ]
-        return ["score" if self.score in measures else self.score, *measures], rows
+        return [*[self.score] * shows_score, *measures], rows
 
     def export(self, path: Path, configuration: Mapping[str, Any], notes: Sequence[str]) -> str:
         """Write the configuration that trains the best architecture; returns the text of the file.

@@ -23,7 +23,6 @@ from functools import cached_property
 import torch
 
 from fl_lightning.core.errors import ConfigurationError, check_range
-from fl_lightning.nas.pictures import on_front
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
@@ -40,6 +39,20 @@ class Evaluated:
     architecture: Architecture
     score: float
     costs: Mapping[str, float]
+
+
+def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
+    """Return the indices of the networks on the Pareto front of cost and score, cheapest first.
+
+    Example:
+        >>> on_front([3, 1, 2, 2], [0.9, 0.5, 0.4, 0.7])
+        [1, 3, 0]
+    """
+    front: list[int] = []
+    for number in sorted(range(len(costs)), key=lambda n: (costs[n], -scores[n])):
+        if not front or scores[number] > scores[front[-1]]:
+            front.append(number)
+    return front
 
 
 _CONSTRAINT = re.compile(r"\s*(\w+)\s*(<=|>=)\s*(\S+)\s*")

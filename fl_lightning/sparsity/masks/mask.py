@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,51 @@ def _name_and_shape(entry: Any) -> tuple[str, list[int]]:
     for size in shape if isinstance(shape, list) else (None,):
         check_whole(f"a mask: shape of {name}", size)
     return name, list(shape or ())
+
+
+@dataclass(frozen=True)
+class LayerDensity:
+    """Density of one tensor or layer.
+
+    Attributes:
+        name: name of the tensor or layer.
+        num_entries: number of its entries.
+        num_active: number of its entries that may move.
+    """
+
+    name: str
+    num_entries: int
+    num_active: int
+
+    @property
+    def density(self) -> float:
+        """Fraction of entries that may move, in [0, 1]; 1 without entries."""
+        return self.num_active / self.num_entries if self.num_entries else 1.0
+
+
+def density_per_layer(mask: Mask, depth: int | None = None) -> list[LayerDensity]:
+    """Density of each layer, weight and bias together, in the order of first appearance.
+
+    Args:
+        mask: the mask.
+        depth: number of parts of the dotted names to keep, so that layers of a block are joined; None
+            joins only the tensors of one layer.
+
+    Example:
+        >>> import torch
+        >>> bits = torch.tensor([True, False])
+        >>> mask = Mask({"net.0.weight": bits, "net.0.bias": ~bits, "net.1.weight": bits & ~bits})
+        >>> [(row.name, row.num_active, row.num_entries) for row in density_per_layer(mask)]
+        [('net.0', 2, 4), ('net.1', 0, 2)]
+        >>> [row.density for row in density_per_layer(mask, depth=1)]
+        [0.3333333333333333]
+    """
+    layers: dict[str, list[str]] = {}
+    for name in mask:
+        layer = ".".join(name.split(".")[:-1][:depth]) or name
+        layers.setdefault(layer, []).append(name)
+    active = mask.active_per_tensor
+    return [
+        LayerDensity(layer, sum(mask[n].numel() for n in names), sum(active[n] for n in names))
+        for layer, names in layers.items()
+    ]

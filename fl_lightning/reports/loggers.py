@@ -1,4 +1,9 @@
-"""Order of TensorBoard's charts, its table of the last round, and its HPARAMS tab.
+"""Figures and histograms in any logger; order of TensorBoard's charts, its tables, and its HPARAMS tab.
+
+Figures have the same name in every logger. TensorBoard, W&B, MLflow and Comet have calls of their own;
+other loggers are called as Lightning names it, ``log_image(key, images, step)``. If no logger accepts
+figures, as with `lightning.pytorch.loggers.CSVLogger`, they become files: ``figures/<name>.png`` in the
+run's folder. Loggers are told apart by class name: packages that are not installed need no import.
 
 TensorBoard sorts charts by name: names of this package's own metrics begin with a dot, and so come after
 ``train/`` and ``val/`` (`board_tag`). The tab Custom Scalars has the order given here. When a run ends, the tab
@@ -7,25 +12,32 @@ Text gets tables of the last round and of metrics logged once, and HPARAMS gets 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
 
 from fl_lightning.federation import (
-    board_tag,
     boards,
     is_of_test,
     log_event,
     logged_once,
+    own_run_folder,
     table,
 )
 from fl_lightning.reports.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60
@@ -173,3 +185,126 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(kept, inner)
     elif isinstance(value, str | int | float | bool):
         yield path.removesuffix(".class_path"), value
+
+
+# prefixes of our metrics: TensorBoard sorts by name, and the user's val/ and train/ shall come first
+_OURS = re.compile(
+    r"(calibration|clients?|global|head|local|mask|partition|personal|privacy|recalibration"
+    r"|results|round|search|secure)(/|$)"
+)
+
+
+def board_tag(name: str) -> str:
+    """Return a tag for TensorBoard, by which our own metrics and figures sort behind ``val/``.
+
+    Example:
+        >>> board_tag("round/seconds"), board_tag("val/loss")
+        ('· round/seconds', 'val/loss')
+    """
+    return f"· {name}" if _OURS.match(name) else name
+
+
+_FIGURES = "figures"
+
+
+def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step: int) -> None:
+    """Log a figure, or save it as a file where the logger shows none; in the first process only.
+
+    Args:
+        trainer: with the loggers; without one nothing is drawn.
+        name: of the figure.
+        draw: function that draws the figure; called at most once.
+        step: of the run.
+    """
+    if not trainer.loggers:
+        return
+    figure = draw()
+    shown = [_show(logger, name, figure, step) for logger in trainer.loggers]
+    if not any(shown):
+        path = Path(own_run_folder(trainer), _FIGURES, f"{_file(name)}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> None:
+    """Log a histogram with those loggers that show histograms.
+
+    Args:
+        trainer: with the loggers.
+        name: of the histogram.
+        values: shape (n,).
+        step: of the run; histograms of several steps stand one behind the other.
+    """
+    finite = values[values.isfinite()]
+    if not len(finite):
+        return
+    loggers: list[Any] = trainer.loggers
+    for logger in loggers:
+        kinds = _kinds(logger)
+        if "TensorBoardLogger" in kinds:
+            logger.experiment.add_histogram(board_tag(name), finite, step)
+        elif "CometLogger" in kinds:
+            logger.experiment.log_histogram_3d(finite.numpy(), name=name, step=step)
+        elif "WandbLogger" in kinds:
+            import wandb  # whose logger is there
+
+            bins = min(64, max(8, len(finite) // 4))
+            counts, edges = np.histogram(finite.numpy(), bins=bins)
+            bars = wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))
+            logger.experiment.log({name: bars})
+
+
+def log_clients(trainer: Trainer, values: Mapping[int, Mapping[str, float]], *, step: int) -> None:
+    """Log metrics of single clients as ``client/<number>/<name>``; callbacks do not see them.
+
+    Args:
+        trainer: with the loggers.
+        values: metrics by client and name; those that are not finite are left out.
+        step: of the run.
+    """
+    numbers = {
+        f"client/{client}/{name}": value
+        for client, metrics in values.items()
+        for name, value in metrics.items()
+        if math.isfinite(value)
+    }
+    for logger in trainer.loggers:
+        logger.log_metrics(numbers, step=step)
+
+
+def _show(logger: Any, name: str, figure: Figure, step: int) -> bool:
+    """Log a figure; return whether the logger accepts figures."""
+    kinds = _kinds(logger)
+    if "TensorBoardLogger" in kinds:
+        logger.experiment.add_figure(board_tag(name), figure, step, close=False)
+    elif "WandbLogger" in kinds:
+        # W&B refuses steps that are behind those of numbers, and a round is a column there
+        logger.log_image(key=name, images=[_pixels(figure)], caption=[f"step {step}"])
+    elif "MLFlowLogger" in kinds:
+        path = f"{_FIGURES}/{_file(name)}_{step}.png"
+        logger.experiment.log_figure(logger.run_id, figure, path)
+    elif "CometLogger" in kinds:
+        logger.experiment.log_figure(figure_name=name, figure=figure, step=step)
+    elif hasattr(logger, "log_image"):
+        logger.log_image(key=name, images=[_pixels(figure)], step=step)
+    else:
+        return False
+    return True
+
+
+def _kinds(logger: Any) -> set[str]:
+    """Return the names of a logger's class and of its bases."""
+    return {kind.__name__ for kind in type(logger).__mro__}
+
+
+def _pixels(figure: Figure) -> npt.NDArray[np.uint8]:
+    """Return a figure as pixels, shape (height, width, 3)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _file(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name)
