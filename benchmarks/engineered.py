@@ -148,11 +148,15 @@ class BatchedLoop(_FunctionalLoop):
         indices, valid = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
         for at, visit in enumerate(group):
             *full, last = visit.batches
-            if full:
+            if full and all(len(batch) == self.work.batch_size for batch in full):
                 indices[: len(full), at] = torch.stack(full)
                 valid[: len(full), at] = 1
-            indices[len(full), at, : len(last)] = last
-            valid[len(full), at, : len(last)] = 1
+                single = {len(full): last}
+            else:  # a client that passes over its examples again has smaller ones between
+                single = dict(enumerate(visit.batches))
+            for step, batch in single.items():
+                indices[step, at, : len(batch)] = batch
+                valid[step, at, : len(batch)] = 1
         for step in range(num_steps):
             self._together(self._x[indices[step]], self._y[indices[step]], valid[step])
         shares = torch.tensor([visit.share for visit in group], dtype=torch.float32)

@@ -203,6 +203,18 @@ def test_a_compiled_loop_takes_last_batches_of_any_size():
         torch.testing.assert_close(one, another, rtol=0, atol=1e-6)
 
 
+def test_a_batched_loop_takes_smaller_batches_between(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    work = replace(WORKLOADS["U-logreg"].scaled(0.1), local_steps=8)
+    data, plan = work.data(), own_plan(work, 0)
+    assert any(len(batch) < work.batch_size for visit in plan for batch in visit.batches[:-1])
+    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS["batched"])
+    for loop in (plain, other):
+        loop.train_round(plan)
+    for one, another in zip(plain.start, other.start, strict=True):
+        torch.testing.assert_close(one, another, rtol=0, atol=1e-6)
+
+
 def test_one_gradient_is_the_mean_of_single_steps():
     work = replace(WORKLOADS["W3"].scaled(0.02), weight_decay=0.1)
     data, plan = work.data(), own_plan(work, 0)
