@@ -134,7 +134,7 @@ class FitRounds:
 
     def _close(self) -> None:
         """Step the server and put the new model into the module."""
-        run, record = self.run, self._round.record
+        began, run, record = time.perf_counter(), self.run, self._round.record
         # before the step, as metrics of the module may fail
         with self.clients.metrics_kept_apart():
             record.pooled = run.collector.collect_metrics()
@@ -151,6 +151,8 @@ class FitRounds:
                 losses=record.means.by_client("train/loss"),
                 durations=record.durations,
             )
+        record.seconds += time.perf_counter() - began
+        self._round.close()
 
     def follow_state(self) -> None:
         """Add the buffers that clients change, as now known, to the server's model."""

@@ -9,9 +9,8 @@ masks that change between rounds and several processes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -121,12 +120,12 @@ class Round:
         self.record.skipped[failure.client_id] = located
 
     def step(self) -> None:
-        """Step the server, and close the round.
+        """Step the server.
 
         Raises:
             RoundFailure: if too few clients sent a valid update, or none has trained.
         """
-        record, began = self.record, time.perf_counter()
+        record = self.record
         for client in sorted(record.skipped) if not self.stages.hides_clients else ():
             rank_zero_warn(f"skipped: {record.skipped[client]}")
         if record.finished and self.server.num_replies < self._min_replies:
@@ -147,8 +146,10 @@ class Round:
                 )
             for stage in having["stepped"]:
                 stage.stepped(self.server.model.params)
-        # only now: a checkpoint after an error holds no state ahead of its model
-        self.memory.commit()
-        record.seconds += time.perf_counter() - began
-        for stage in having["close"]:
-            stage.close(record)
+        self.memory.commit()  # only now: a checkpoint after an error holds no state ahead of its model
+
+    def close(self) -> None:
+        """Close the round in all stages, once the module has the new model."""
+        with ExitStack() as closings:  # an error in one stage leaves no other behind the model
+            for stage in reversed(self.stages.having["close"]):
+                closings.callback(stage.close, self.record)

@@ -140,6 +140,7 @@ class SimpleFederation:
             self.round.train(cohort.tolist())
             self.round.step()
             self.local.end_round(self.round.server.model)
+            self.round.close()
             record = self.round.record
             record.seconds = time.perf_counter() - began
             record.pooled = self.collector.collect_metrics()

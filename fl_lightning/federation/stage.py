@@ -199,7 +199,10 @@ class Stage:
         """
 
     def close(self, record: RoundRecord) -> None:
-        """Called when nothing can undo the server step; new state of the stage takes effect here."""
+        """Called when nothing can undo the server step; new state of the stage takes effect here.
+
+        By then the module has the new model. An error keeps no other stage from its new state.
+        """
 
     # On the clients' side, where one trains at a time.
 

@@ -1,14 +1,17 @@
 """A round that was interrupted, or whose step was undone, is trained again."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 from toys import SaveEverywhere, SaveOnException, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ExampleDP, Federation, LocalDP, Scaffold
+from fl_lightning import BandedMatrixDP, CentralDP, ExampleDP, Federation, LocalDP, Scaffold
 from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation import Stage
+from fl_lightning.privacy.private_mean import AdaptiveClip
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 
@@ -69,33 +72,51 @@ def test_the_last_round_that_a_budget_allows_is_trained_again_when_it_was_interr
 
 
 class Fails(Stage):
-    """Fails after the server step of a round, which undoes the step."""
+    """Fails in a round, after the server step: in ``stepped``, which undoes the step, or in ``close``."""
 
     traits = NO_TRAITS
 
-    def __init__(self, round_index):
-        self.round_index = round_index
+    def __init__(self, round_index, method):
+        self.round_index, self.method = round_index, method
 
     def open(self, round_index, model):
         self._opened = round_index
 
     def stepped(self, params):
-        if self._opened == self.round_index:
+        self._fail("stepped")
+
+    def close(self, record):
+        self._fail("close")
+
+    def _fail(self, method):
+        if (self._opened, method) == (self.round_index, self.method):
             raise Stopped
 
 
-def test_a_step_that_is_undone_leaves_no_stage_ahead_of_the_model(tmp_path):
-    """The clients' mean of SCAFFOLD changes only with the model."""
-
-    def corrected(*callbacks, round_index=9, ckpt_path=None):
+@pytest.mark.parametrize("method", ["stepped", "close"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"correction": Scaffold()},
+        {"server_optimizer": partial(torch.optim.SGD, lr=1.0, momentum=0.9)},
+        {"privacy": private(CentralDP, noise_multiplier=0.5, adaptive_clip=AdaptiveClip())},
+        {"privacy": private(BandedMatrixDP), "cohort": RoundRobinCohort(size=3)},
+    ],
+    ids=["mean", "momentum", "clip norm", "noise"],
+)
+def test_a_failed_round_leaves_no_state_ahead_of_the_model_or_behind(tmp_path, options, method):
+    def run(*callbacks, round_index=9, ckpt_path=None):
         seed_everything(0, verbose=False)
-        options = {"engine": "sequential", "correction": Scaffold(), "local_steps": 2, "seed": 4}
-        federation = Federation(stages=[Fails(round_index)], **options)
+        federation = Federation(
+            stages=[Fails(round_index, method)],
+            **{"engine": "sequential", "local_steps": 2, "seed": 4, **options},
+        )
         trainer = toy_trainer(federation, *callbacks, max_epochs=4)
-        trainer.fit(ToyModule(momentum=0.0), datamodule=toy_data(), ckpt_path=ckpt_path)
-        return weights(trainer.lightning_module)
+        module = ToyModule(momentum=0.0, scheduler=False)
+        trainer.fit(module, datamodule=toy_data(), ckpt_path=ckpt_path)
+        return weights(module)
 
     path = tmp_path / "failed.ckpt"
     with pytest.raises(Stopped):
-        corrected(SaveOnException(path), round_index=2)
-    assert torch.equal(corrected(ckpt_path=path), corrected())
+        run(SaveOnException(path), round_index=2)
+    assert torch.equal(run(ckpt_path=path), run())

@@ -160,7 +160,7 @@ class SlotEngine:
                 self._collector.add_metric(name, names.get(name, name), metric)
 
     def _as_far_as_possible(self, updates: Iterator[Updates]) -> Iterator[Updates]:
-        """LocalTraining any exception in slots into `CannotStack`.
+        """Turn any exception in slots into `CannotStack`.
 
         A mistake of the user will be raised again by sequential training.
         """

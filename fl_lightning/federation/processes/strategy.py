@@ -48,7 +48,7 @@ class FederatedStrategy(DDPStrategy):
     Args: those of `lightning.pytorch.strategies.DDPStrategy`, without those on gradients.
 
     Example:
-        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(strategy="federated", devices=2, accelerator="cpu", logger=False)
         >>> type(trainer.strategy).__name__, trainer.world_size
         ('FederatedStrategy', 2)
