@@ -55,7 +55,7 @@ CAPS = {
     "data": (6602, 30),
     "engines": (3846, 19),
     "experiments": (2659, 12),
-    "federation": (10699, 57),
+    "federation": (10706, 57),
     "flower": (7901, 38),
     "kernels": (1635, 11),
     "models": (1478, 8),
