@@ -17,6 +17,7 @@ Source: Reddi et al. 2021, Algorithm 1, for this one group of parameters. Differ
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
@@ -30,7 +31,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.traits import Trait
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation import Stage
+from fl_lightning.federation import RoundRecord, Stage
 from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
 
@@ -138,6 +139,7 @@ class ServerSearchStep(Stage):
         self._params: list[nn.Parameter] = []
         self._optimizer: Optimizer | None = None
         self._gradients: list[Tensor] | None = None
+        self._next: tuple[list[nn.Parameter], Optimizer] | None = None
 
     def place(self, space: Space, positions: Tensor | None) -> None:
         """Find the parameters among the coordinates of an update.
@@ -163,7 +165,7 @@ class ServerSearchStep(Stage):
             self._optimizer = self._make_optimizer(self._params)
         for param, view in zip(self._params, present, strict=True):
             param.data.copy_(view)
-        self._gradients, self._round = None, round_index
+        self._gradients, self._next, self._round = None, None, round_index
 
     def _views(self, vector: Tensor) -> list[Tensor]:
         views = self._space.named_views(vector)
@@ -182,14 +184,21 @@ class ServerSearchStep(Stage):
             for view, param in zip(self._views(params), self._params, strict=True):
                 view.copy_(param.detach())
             return
-        assert self._optimizer is not None
-        for param, gradient in zip(self._params, self._gradients, strict=True):
+        # copies, because an error may undo the server's step
+        next_params, next_optimizer = self._next = copy.deepcopy((self._params, self._optimizer))
+        for param, gradient in zip(next_params, self._gradients, strict=True):
             param.grad = gradient
-        if self._signal is not None:
-            self._signal.add(self._gradients[0])
-        self._optimizer.step()
-        for view, param in zip(self._views(params), self._params, strict=True):
+        next_optimizer.step()
+        for view, param in zip(self._views(params), next_params, strict=True):
             view.copy_(param.detach())
+
+    def close(self, record: RoundRecord) -> None:
+        """Keep the new state of the separate optimizer, and note the gradient."""
+        if self._next is None:
+            return
+        self._params, self._optimizer = self._next
+        if self._signal is not None and self._gradients is not None:
+            self._signal.add(self._gradients[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the separate optimizer."""

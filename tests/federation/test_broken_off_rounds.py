@@ -5,12 +5,14 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from torch.optim import SGD, Adam
 from toys import SaveEverywhere, SaveOnException, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import BandedMatrixDP, CentralDP, ExampleDP, Federation, LocalDP, Scaffold
 from fl_lightning.core.traits import NO_TRAITS
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation import Stage
+from fl_lightning.nas.alpha_optimizer import ServerSearchStep
 from fl_lightning.privacy.private_mean import AdaptiveClip
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
@@ -98,19 +100,19 @@ class Fails(Stage):
     "options",
     [
         {"correction": Scaffold()},
-        {"server_optimizer": partial(torch.optim.SGD, lr=1.0, momentum=0.9)},
+        {"server_optimizer": partial(SGD, lr=1.0, momentum=0.9)},
         {"privacy": private(CentralDP, noise_multiplier=0.5, adaptive_clip=AdaptiveClip())},
         {"privacy": private(BandedMatrixDP), "cohort": RoundRobinCohort(size=3)},
+        {"stage": partial(ServerSearchStep, ["net.4.weight"], partial(Adam, lr=0.1), local_lr=0.1)},
     ],
-    ids=["mean", "momentum", "clip norm", "noise"],
+    ids=["mean", "momentum", "clip norm", "noise", "moments of alpha"],
 )
 def test_a_failed_round_leaves_no_state_ahead_of_the_model_or_behind(tmp_path, options, method):
     def run(*callbacks, round_index=9, ckpt_path=None):
         seed_everything(0, verbose=False)
-        federation = Federation(
-            stages=[Fails(round_index, method)],
-            **{"engine": "sequential", "local_steps": 2, "seed": 4, **options},
-        )
+        given = {"engine": "sequential", "local_steps": 2, "seed": 4, **options}
+        stages = [stage()] if (stage := given.pop("stage", None)) else []
+        federation = Federation(stages=[*stages, Fails(round_index, method)], **given)
         trainer = toy_trainer(federation, *callbacks, max_epochs=4)
         module = ToyModule(momentum=0.0, scheduler=False)
         trainer.fit(module, datamodule=toy_data(), ckpt_path=ckpt_path)
