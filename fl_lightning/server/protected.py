@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,17 +55,21 @@ class Protected(Protocol):
     terms: Terms
 
     @property
+    @abstractmethod
     def hides(self) -> str:
         """Sentence that says what the server sees instead of updates, and how they are protected."""
 
     @property
+    @abstractmethod
     def spans_network(self) -> bool:
         """True if sites can compute the sums; False if these are only simulated."""
 
     @property
+    @abstractmethod
     def agreed_sum(self) -> Any:
         """The protocol with the configured options, which a server may not change."""
 
+    @abstractmethod
     def begin(self, terms: Terms) -> None:
         """Called once before the first round, with the same facts at the server and at sites.
 
@@ -75,6 +80,7 @@ class Protected(Protocol):
     def start_round(self, round_index: int) -> None:
         """Called before the first update of a round."""
 
+    @abstractmethod
     def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
         """Return the vector that a client adds to the sum of the current round, shape (size,).
 
@@ -88,6 +94,7 @@ class Protected(Protocol):
     def miss(self, clients: Iterable[int]) -> None:
         """Called before `close` with the clients of the cohort that sent no update."""
 
+    @abstractmethod
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
         """Return the bytes of a client for ``size`` numbers: (uploaded, downloaded besides the model)."""
 

@@ -317,6 +317,19 @@ class TestWeightedCohorts:
         assert everybody.tolist() == list(range(9))
 
 
+@pytest.mark.parametrize("loss", [np.inf, -np.inf])
+def test_a_loss_that_is_not_finite_is_unknown(loss):
+    losses = {0: 1.0, 1: 2.0, 2: 0.5, 3: 0.1}
+    samplers = [OortCohort(size=2), ByLossCohort(size=2, temperature=0.5)]
+    for sampler in [*samplers, PowerOfChoiceCohort(size=2, num_candidates=4, losses="last_known")]:
+        cohorts = []
+        for strange in (loss, np.nan):
+            seen = population(4)
+            seen.note([0, 1, 2, 3], round_index=0, losses=losses | {3: strange})
+            cohorts.append([sampler.sample(r, seen, seed=0).tolist() for r in range(1, 6)])
+        assert cohorts[0] == cohorts[1]
+
+
 class TestOort:
     def test_explores_first_and_never_indexes_out_of_range(self):
         """The released code fails where every client that was scored is exploited."""

@@ -115,6 +115,20 @@ def of_too_large_entries():
     )
 
 
+def of_too_large_memories():
+    """Lies about the change of a correction's memory, which the server adds up exactly as well."""
+    yield (
+        "a memory of 1e15",
+        lambda answer: replace(
+            answer,
+            tensors={
+                n: torch.full_like(t, 1e15) if n.endswith("change") else t
+                for n, t in answer.tensors.items()
+            },
+        ),
+    )
+
+
 def of_losses():
     cases = [("train/loss", value) for value in (torch.nan, torch.inf)]
     cases += [("train/loss per example", weight) for weight in (torch.nan, torch.inf, -1.0, 1e30)]
@@ -172,7 +186,7 @@ SKIPPING = {
 }
 SCAFFOLD = {"federation__correction": built("Scaffold")}
 FAIR = {"federation__aggregator": built("server.QFedAvg")}
-EXACT = {"federation__aggregator": built("Mean", exact=True)}
+EXACT = SCAFFOLD | {"federation__aggregator": built("Mean", exact=True)}
 NOVA = {"federation__aggregator": built("NormalisedMean")}
 LOSSY = {"federation__updates": [built("updates.QSGD", bits=8)]}
 
@@ -197,7 +211,7 @@ def is_refused(lie, options):
     [
         pytest.param(SCAFFOLD, [*of_tensors(NUMBERS), *of_payloads(), *of_losses()], id="tensors"),
         pytest.param(FAIR, list(of_losses())[:1], id="losses"),
-        pytest.param(EXACT, list(of_too_large_entries()), id="exact sums"),
+        pytest.param(EXACT, [*of_too_large_entries(), *of_too_large_memories()], id="exact sums"),
         pytest.param(NOVA | LOSSY, list(of_clients()), id="clients", marks=pytest.mark.slow),
         pytest.param({}, list(of_options()), id="options", marks=pytest.mark.slow),
     ],

@@ -217,6 +217,34 @@ def test_an_error_of_the_supervision_reaches_the_main_thread(folder):
         supervisor.wait()
 
 
+def test_an_error_or_a_slow_answer_about_one_program_stops_no_other(folder):
+    def fail(ended):
+        raise TypeError("a bug")
+
+    is_asked, asked = threading.Event(), []
+
+    def slow(ended):
+        is_asked.set()
+        time.sleep(100)
+
+    def at_once(ended):
+        asked.append(ended.times)
+        return 0.0
+
+    programs = [
+        Program(name, ["true"], folder / name, again=again)
+        for name, again in (("fail", fail), ("slow", slow), ("good", at_once))
+    ]
+    with Supervisor(programs) as supervisor:
+        with pytest.raises(TypeError, match="a bug"):
+            supervisor.wait()
+        assert is_asked.wait(20)
+        before = len(asked)
+        waited(lambda: len(asked) > before + 2)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+
+
 def test_a_program_that_does_not_end_is_killed(folder, monkeypatch):
     monkeypatch.setattr(supervision, "_GRACE", 0.1)
     command = ["sh", "-c", "trap '' TERM; echo ready; sleep 100; sleep 100"]

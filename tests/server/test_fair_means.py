@@ -96,6 +96,19 @@ def test_a_logged_loss_that_is_not_finite_is_named_before_its_update_is_added(ru
             receive(update)
 
 
+@pytest.mark.parametrize("rule", [QFedAvg(0.0), TiltedMean(0.0), AFL(0.0)])
+def test_a_rule_that_is_off_reads_no_losses(rule):
+    entries = [([1.0, 0.0], torch.nan, 2), ([3.0, 0.0], -1.0, 2)]
+    assert opened(rule, entries).close().tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("loss", [1e17, 3e38])
+def test_a_huge_loss_takes_the_whole_weight(loss):
+    rule = AFL(0.1)
+    opened(rule, [([1.0, 0.0], loss, 2), ([3.0, 0.0], 1.0, 2)]).close()
+    assert sorted(rule.weights.values()) == [0.0, 1.0]
+
+
 vectors = st.lists(st.floats(-3, 3), min_size=1, max_size=6).map(np.array)
 few = settings(max_examples=25, deadline=None)
 

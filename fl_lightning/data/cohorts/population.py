@@ -90,12 +90,14 @@ class Population:
         Args:
             clients: clients of the cohort.
             round_index: number of the round.
-            losses: training losses by client; other clients keep theirs.
+            losses: training losses by client; other clients keep theirs. A loss that is not finite,
+                which a module may log, is unknown.
             durations: seconds by client; other clients keep theirs.
         """
         self.last_rounds[clients] = round_index
         for known, seen in ((self.losses, losses), (self.durations, durations or {})):
-            known[list(seen)] = list(seen.values())
+            values = np.array(list(seen.values()), np.float64)
+            known[list(seen)] = np.where(np.isfinite(values), values, np.nan)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the information about all clients that were sampled or have a loss, as tensors."""

@@ -35,7 +35,7 @@ from fl_lightning.federation.stage import (
     Upload,
     check_same,
 )
-from fl_lightning.server.means.running_mean import new_mean
+from fl_lightning.server.means.running_mean import ExactMean, check_summable, new_mean
 from fl_lightning.server.server import added_up
 
 _NAME = "correction"
@@ -190,6 +190,8 @@ class Corrector(Learning, SpansNetwork):
                 )
             if not bool(change.isfinite().all()):
                 raise ValueError("the change of its memory holds NaN or infinite values")
+            if isinstance(self._changes, ExactMean):  # whose sum one client could make overflow
+                check_summable(change, 1, self._num_clients)
             self._changes.add(change, 1)
             self._num_changes += 1
 

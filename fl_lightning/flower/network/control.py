@@ -20,6 +20,7 @@ from typing import Any
 import fl_lightning
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.folder import NetworkFolder, parse_address
+from fl_lightning.flower.site.ledger import whole_file
 
 _CONNECTION = "network"
 _SECONDS = 60.0
@@ -81,12 +82,16 @@ class Control:
         for name, node in list(known.items()):
             if keys.get(name) != node["key"]:
                 self._ask("supernode", "unregister", str(known.pop(name)["node"]), _CONNECTION)
-                network.nodes_file.write_text(json.dumps(known))
+                self._keep(known)
         for name in keys.keys() - known.keys():
             file = str(network.server / "keys" / f"{name}.pub")
             told = self._ask("supernode", "register", file, _CONNECTION, "--name", name)
             known[name] = {"node": int(told["node-id"]), "key": keys[name]}
-            network.nodes_file.write_text(json.dumps(known))
+            self._keep(known)
+
+    def _keep(self, known: Mapping[str, Any]) -> None:
+        with whole_file(self.network.nodes_file) as file:  # a run that starts may read it now
+            file.write(json.dumps(known).encode())
 
     def nodes(self) -> list[Mapping[str, Any]]:
         """Return the nodes that Flower lists."""

@@ -6,11 +6,13 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Self
@@ -60,7 +62,7 @@ class Program:
         command: program and arguments.
         log: file to which the output is added.
         environment: variables besides those of this process.
-        again: returns the seconds between an end and the next start.
+        again: returns the seconds between an end and the next start; called in a thread of its own.
         layer: programs of higher layers are ended first.
         process: current process; None between an end and the next start.
     """
@@ -72,34 +74,40 @@ class Program:
     again: Callable[[ProgramEnd], float] = backoff
     layer: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _start_at: float = field(default=0.0, init=False)
+    _start_at: Future[float] | None = field(default=None, init=False)
     _times: int = field(default=0, init=False)
 
     def tend(self) -> None:
         """Start the program if it is time to; if it has ended, choose the time of the next start."""
         if self.process is None:
-            if time.monotonic() >= self._start_at:
+            at = self._start_at
+            if at is None or (at.done() and time.monotonic() >= at.result()):
                 self._start()
         elif (code := self.process.poll()) is not None:
             _kill_group(self.process)
             self.process = None
             lived = time.monotonic() - self._began
             self._times = 1 if lived > _LONG_LIFE else self._times + 1
-            pause = self.again(ProgramEnd(code, self._words(), self._times))
-            self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
-            self._start_at = time.monotonic() + pause
+            self._start_at = _in_a_thread(lambda: self._next_start(code, lived))
+
+    def _next_start(self, code: int, lived: float) -> float:
+        """Return the time of the next start."""
+        pause = self.again(ProgramEnd(code, self._words(), self._times))
+        self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
+        return time.monotonic() + pause
 
     def end(self, until: float) -> None:
         """Wait for the end until a `time.monotonic`; then kill the program, and its children anyway."""
         if (process := self.process) is None:
             return
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._note("does not end: killed")
+        is_late = process.poll() is None
         _kill_group(process)
         process.wait()
         self.process = None
+        if is_late:
+            self._note("does not end: killed")
 
     def _start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +135,20 @@ class Program:
             log.write(f"{now} | WARNING | {self.name} {words}\n")
 
 
+def _in_a_thread(function: Callable[[], float]) -> Future[float]:
+    """Return the future result of a function, which may take long."""
+    result = Future[float]()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except Exception as error:  # noqa: BLE001 - the result raises it
+            result.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return result
+
+
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -141,7 +163,7 @@ class Supervisor:
 
     def __init__(self, programs: Sequence[Program] = ()) -> None:
         self._programs, self._is_over = list(programs), threading.Event()
-        self._error: Exception | None = None
+        self._errors = queue.SimpleQueue[Exception]()
         # the system ends programs with the thread that has started them
         self._thread = threading.Thread(target=self._supervise, daemon=True, name="supervisor")
 
@@ -154,16 +176,16 @@ class Supervisor:
         self._thread.join()
 
     def _supervise(self) -> None:
-        try:
-            while not self._is_over.is_set():
-                for program in tuple(self._programs):
+        left = set[Program]()  # which cannot be supervised
+        while not self._is_over.wait(_POLL_SECONDS):
+            for program in [each for each in self._programs if each not in left]:
+                try:
                     program.tend()
-                self._is_over.wait(_POLL_SECONDS)
-        except Exception as error:  # the main thread raises it
-            log.exception("programs are no longer supervised")
-            self._error = error
-        finally:
-            self._end()
+                except Exception as error:  # the main thread raises it
+                    log.exception("%s is no longer supervised", program.name)
+                    left.add(program)
+                    self._errors.put(error)
+        self._end()
 
     def _end(self) -> None:
         by_layer = sorted(self._programs, key=lambda program: -program.layer)
@@ -181,10 +203,8 @@ class Supervisor:
         self._programs.append(program)
 
     def wait(self) -> NoReturn:
-        """Wait until programs can no longer be supervised, and raise the reason."""
-        self._thread.join()
-        assert self._error is not None, "nothing else ends the thread inside the block"
-        raise self._error
+        """Wait until a program can no longer be supervised, and raise the reason."""
+        raise self._errors.get()
 
     def process(self, name: str) -> int | None:
         """Return the process id of a program; None between an end and the next start."""

@@ -134,11 +134,13 @@ class QFedAvg(WeightedMean):
         self._loss(update)
 
     def _loss(self, update: ClientUpdate) -> float:
-        """Return F_k.
+        """Return F_k; 1 if q is 0.
 
         Raises:
             RoundFailure: if the loss is negative or missing, or F_k^q overflows.
         """
+        if not self.q:
+            return 1.0
         loss = reported_loss(update) + 1e-10  # as the authors' code does: 0 has no power below 0
         if loss < 0:
             raise RoundFailure(
@@ -320,7 +322,10 @@ class AFL(WeightedMean):
     @override
     def check(self, update: ClientUpdate, num_updates: int) -> None:
         super().check(update, num_updates)
-        reported_loss(update)
+        self._loss(update)
+
+    def _loss(self, update: ClientUpdate) -> float:
+        return reported_loss(update) if self.step else 0.0
 
     def weight(self, update: ClientUpdate) -> float:
         """Return the client's λ, and remember its loss.
@@ -328,7 +333,7 @@ class AFL(WeightedMean):
         Raises:
             RoundFailure: if the client reported no loss.
         """
-        self._losses[update.client_id] = reported_loss(update)
+        self._losses[update.client_id] = self._loss(update)
         return self._before.get(update.client_id, 1.0)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
@@ -360,6 +365,7 @@ def on_simplex(vector: npt.NDArray[np.float64], total: float = 1.0) -> npt.NDArr
         >>> on_simplex(np.array([0.9, 0.5, -3.0])).round(3).tolist()
         [0.7, 0.3, 0.0]
     """
+    vector = vector - vector.max()  # the same projection, also of large numbers
     falling = np.sort(vector)[::-1]
     counts = np.arange(1, len(vector) + 1)
     thresholds = (falling.cumsum() - total) / counts

@@ -91,15 +91,15 @@ def check_summable(vector: Tensor, weight: float, num_vectors: int) -> None:
         >>> check_summable(torch.tensor([1e9]), weight=100, num_vectors=100)
         Traceback (most recent call last):
         ...
-        fl_lightning.core.errors.RoundFailure: an entry of 1e+09 is too large for exact: true, which adds \
-entries up to 4.4e+08 of 100 clients with 100 examples
+        fl_lightning.core.errors.RoundFailure: an entry of 1e+09 is too large for an exact mean: with weight \
+100, one of 100 vectors has entries up to 4.4e+08
     """
     largest = float(vector.abs().max()) if vector.numel() else 0.0
     most = LARGEST_SUM / (num_vectors * max(weight, 1.0))
     if not largest <= most:
         raise RoundFailure(
-            f"an entry of {largest:.2g} is too large for exact: true, which adds entries up to {most:.2g} "
-            f"of {num_vectors} clients with {weight:g} examples"
+            f"an entry of {largest:.2g} is too large for an exact mean: with weight {weight:g}, one of "
+            f"{num_vectors} vectors has entries up to {most:.2g}"
         )
 
 
