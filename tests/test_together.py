@@ -18,13 +18,13 @@ from fl_lightning.federation.checks.fit import (
     NETWORK,
     RATES_BY_STEP,
     SEVERAL,
+    UPDATE_WEIGHT,
 )
 from fl_lightning.federation.options import traits_of
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import OWN_MASKS
 from fl_lightning.nas import OneShot, Supernet
 from fl_lightning.server import ALIE
-from fl_lightning.server.staleness import ASYNCHRONOUS
 
 PAGE = ROOT / "docs" / "together.md"
 HEAD = """# What goes together
@@ -39,6 +39,7 @@ OF_THE_RUN = {
     "a model that steps by hand": BY_HAND,
     "a model with several optimizers": SEVERAL,
     "a learning-rate schedule by step": RATES_BY_STEP,
+    "data.update_weight": UPDATE_WEIGHT,
     "MaskCalibration": MASKS,
     "MaskCalibration with per_client": OWN_MASKS,
     "model Supernet": Supernet.federation_traits,
@@ -62,8 +63,7 @@ def parts():
     for family, cls in ROWS:
         if family in FAMILIES:
             part = made(cls)
-            traits = ASYNCHRONOUS if family == "asynchrony" else traits_of(part)
-            found[f"{FAMILIES[family]} {cls.__name__}"] = traits
+            found[f"{FAMILIES[family]} {cls.__name__}"] = traits_of(part)
     found["devices Devices"] = Devices(speeds=LogNormalSpeeds(), deadline=9.0).traits
     found["attackers Attackers that forge"] = Attackers(fraction=0.1, forge=ALIE()).traits
     found["attackers Attackers that poison"] = Attackers(

@@ -20,6 +20,7 @@ class Trait(Enum):
     SINGLE_UPDATES = "the server reads the update of each client"
     COHORTS = "the server waits for a cohort, whose clients start from the same model"
     UNCHANGED_UPDATES = "updates arrive as the clients made them"
+    EXAMPLE_WEIGHTS = "the aggregator weights updates by num_examples"
     PRIVATE_CLIENTS = "a client moves nothing but a clipped and noisy mean"
     PRIVATE_EXAMPLES = "an example moves nothing but noisy local steps, whose number is known"
     RETURNED_LOSS = "training_step returns its loss, and leaves the optimizer's step to Lightning"

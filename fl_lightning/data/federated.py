@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy.typing as npt
@@ -299,6 +300,13 @@ class FederatedDataModule(ForwardingDataModule):
         values = read_column(self.train_dataset, column, "data.update_weight")
         return self.clients.sums_of(values, "data.update_weight")
 
+    @property
+    def _weights_hash(self) -> str | None:
+        """Hash of the weights of updates, or None if they are numbers of examples."""
+        if self.update_weight is None:
+            return None
+        return blake2b(self.update_weights.tobytes(), digest_size=16).hexdigest()
+
     def held_out(self, stage: str) -> FlatShards:
         """Held-out examples of each client for a stage, ``validation`` or ``test``; else empty shards."""
         return self._roles.test if stage == "test" else self._roles.validation
@@ -403,16 +411,24 @@ class FederatedDataModule(ForwardingDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the facts that must not change when a run is resumed."""
         partition = _CENTRAL if self._is_central else self.fingerprint
-        return {"partition": partition, "source": self.source.state_dict()}
+        weights = None if self._is_central else self._weights_hash
+        source = self.source.state_dict()
+        return {"partition": partition, "update_weights": weights, "source": source}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise ConfigurationError if training resumes with another partition than the checkpoint's."""
+        """Raise ConfigurationError if training resumes with another partition or other update weights."""
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
         if fitting and state_dict["partition"] not in (_CENTRAL, self.fingerprint):
             raise ConfigurationError(
                 "the checkpoint was trained on another partition "
                 f"({state_dict['partition'][:12]}… instead of {self.fingerprint[:12]}…): resume with the "
                 "data set, num_clients, partition, client_val_fraction, client_test_fraction and seed of "
+                "the run that wrote it, or start anew without ckpt_path"
+            )
+        is_other = state_dict.get("update_weights") != self._weights_hash
+        if fitting and state_dict["partition"] != _CENTRAL and is_other:
+            raise ConfigurationError(
+                "the checkpoint was trained with other weights of updates: resume with the update_weight of "
                 "the run that wrote it, or start anew without ckpt_path"
             )
         self._trained_partition = None if fitting else state_dict["partition"]

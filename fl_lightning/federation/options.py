@@ -30,7 +30,7 @@ from fl_lightning.server.server import (
     ServerSchedule,
     fedavg_optimizer,
 )
-from fl_lightning.server.staleness import ASYNCHRONOUS, AsyncRule
+from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.updates.path import OF_DOWNLOAD, Broadcast, UpdatePath
 from fl_lightning.updates.transform import ErrorFeedback, Transform
 
@@ -270,7 +270,7 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
         *((name, part, traits_of(part)) for name, part in parts.items() if part is not None),
     ]
     if options.asynchronous is not None:
-        given.append(("asynchronous", options.asynchronous, ASYNCHRONOUS))
+        given.append(("asynchronous", options.asynchronous, options.asynchronous.traits))
     if (devices := options.devices) is not None:
         traits = devices.traits
         if options.asynchronous is not None and not devices.is_recorded:

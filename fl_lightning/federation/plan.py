@@ -86,6 +86,11 @@ class WorkPlan:
             root_seed=amount.seed,
         )
 
+    def num_examples(self, clients: Sequence[int]) -> list[int]:
+        """Number of training examples of each of some clients."""
+        counts: list[int] = self._clients.num_examples[list(clients)].tolist()
+        return counts
+
     def _order(self, shard: Tensor, client: int, round_index: int) -> tuple[Tensor, list[int]]:
         """Return the order of a client's examples, and the sizes of its batches."""
         amount, num_examples = self._local_work, shard.numel()

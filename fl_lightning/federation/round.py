@@ -104,7 +104,8 @@ class Round:
                     else:
                         for upload in ahead.up(sent) if ahead.having["up"] else (sent,):
                             self.server.receive(upload.arrived)
-                            record.add(upload.made, num_bytes=upload.num_bytes, error=upload.error)
+                            counts = self.clients.plan.num_examples(upload.made.client_ids)
+                            record.add(upload.made, counts, upload.num_bytes, error=upload.error)
                         ended = sent.made.client_ids
                     record.finished += ended
                     record.total_bytes_down += sent.start.num_bytes * len(ended)

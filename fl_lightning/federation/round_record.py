@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,16 +57,24 @@ class RoundRecord:
     bytes_up_of_absent: int = 0
     is_withheld: bool = False
 
-    def add(self, updates: Updates, *, num_bytes: int, error: Tensor | None = None) -> None:
+    def add(
+        self,
+        updates: Updates,
+        counts: Sequence[int],
+        num_bytes: int,
+        *,
+        error: Tensor | None = None,
+    ) -> None:
         """Add clients' metrics, and the norms and sizes of their updates.
 
         Args:
             updates: updates as the clients computed them.
+            counts: number of training examples of each client, by which metrics are weighted.
             num_bytes: bytes of each client's message.
             error: relative error of a single compressed update; None if updates arrive unchanged.
         """
         self.total_bytes_up += num_bytes * len(updates.client_ids)
-        counts, clients, norms = updates.num_examples, updates.client_ids, {}
+        clients, norms = updates.client_ids, {}
         if updates.deltas.shape[1]:  # else this process has not seen the update
             norms["round/client_update_norm"] = updates.norms
         if error is not None:

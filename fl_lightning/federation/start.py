@@ -69,7 +69,7 @@ def prepare(
         lambda: check_module_together(module, options),
         lambda: check_trainer_private(trainer, options),
         lambda: check_shards(data, options.on_client_failure),
-        lambda: check_update_weights(data, options),
+        lambda: check_update_weights(data, options.parts, options.aggregator),
     )
     if trainer.strategy.root_device.type == "cpu":
         keep_freed_memory()

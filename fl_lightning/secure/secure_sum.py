@@ -195,6 +195,7 @@ class HiddenUpdates(Aggregator, Protected):
     """Base of aggregators whose server sees no single update."""
 
     exchanges = True
+    weight_by_examples = True  # up to a largest weight
     protection_cost = ProtectionCost()  # each round has one of its own
     _round_index = 0
     _adds_at_sites: SumsAtSites | None = None

@@ -88,6 +88,7 @@ class AdapterAggregator(KeptUpdates):
     ranks: Sequence[int] | None = None
     tiers: Sequence[int] | None = None
     changes_base: bool = False
+    weight_by_examples = True
     pairs: Sequence[Pair] = ()
     _changes: list[Tensor | None] | None = None
 
@@ -201,6 +202,8 @@ class HetLoRA(AdapterAggregator):
         >>> HetLoRA(ranks=[2, 4, 8]).rank_of(4)
         4
     """
+
+    weight_by_examples = False  # but by norms
 
     def __init__(self, ranks: list[int], prune: float | None = None) -> None:
         self.ranks = _checked("HetLoRA", ranks)

@@ -52,6 +52,12 @@ BY_STEPS = Traits(
     ),
     instead=dict.fromkeys((Trait.ONE_OPTIMIZER, Trait.ONE_RATE), "use Mean"),
 )
+_WITHOUT_EXAMPLES = Traits(
+    breaks={
+        Trait.EXAMPLE_WEIGHTS: "weights clients alike, or by something other than their examples"
+    },
+    instead={Trait.EXAMPLE_WEIGHTS: "use Mean, or another aggregator with weight_by_examples true"},
+)
 _OF_SUMS = Traits(
     needs={Trait.ONE_MASK: "adds up whole updates"},
     breaks={Trait.SINGLE_UPDATES: "shows the server sums of whole cohorts only"},
@@ -74,12 +80,14 @@ class Aggregator(ABC):
         is_private: whether clients' buffers are ignored, and a round without a reply is released
             like any other.
         needs_effective_steps: whether it reads ``effective_steps`` of the updates.
+        weight_by_examples: whether it weights updates by their ``num_examples``.
         exchanges: whether processes exchange more than sums, see `exchange`.
     """
 
     exact: bool = False
     is_private: bool = False
     needs_effective_steps: bool = False
+    weight_by_examples: bool = False
     exchanges: bool = False
     _memory: dict[str, Tensor] | None = None
 
@@ -111,6 +119,8 @@ class Aggregator(ABC):
     def traits(self) -> Traits:
         """Traits of the aggregator; a subclass adds or removes some."""
         traits = BY_STEPS | _OF_ANY if self.needs_effective_steps else _OF_ANY
+        if not self.weight_by_examples:
+            traits |= _WITHOUT_EXAMPLES
         if self.protection is None:
             return traits
         if not self.protection.spans_network:

@@ -99,6 +99,12 @@ ASYNCHRONOUS = Traits(
     | {Trait.ONE_MASK: "use one mask for all"},
 )
 
+# of rules whose server steps on one update, whose weight cancels out
+ONE_BY_ONE = Traits(
+    breaks={Trait.EXAMPLE_WEIGHTS: "steps on one update at a time, whose weight cancels out"},
+    instead={Trait.EXAMPLE_WEIGHTS: "use FedBuff with a larger buffer_size"},
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncRule(ABC):
@@ -115,6 +121,11 @@ class AsyncRule(ABC):
     def buffer_size(self) -> int:
         """Number of updates per server step."""
         return 1
+
+    @property
+    def traits(self) -> Traits:
+        """Traits of an asynchronous server."""
+        return ASYNCHRONOUS | ONE_BY_ONE if self.buffer_size == 1 else ASYNCHRONOUS
 
     def weight(self, tau: int) -> float:
         """Return the weight s(τ) of an update τ steps late."""

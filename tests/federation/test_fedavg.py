@@ -9,9 +9,22 @@ from torch.nn import functional as F
 from toys import ToyModule, toy, toy_data, toy_trainer, weights
 
 from fl_lightning import CentralDP, ConfigurationError, Federation, UniformCohort
+from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.data import IID
+from fl_lightning.federation import SimpleFederation
 from fl_lightning.secure import SecureMean
+from fl_lightning.server import (
+    AFL,
+    Bucketing,
+    FedAsync,
+    FedBuff,
+    GeometricMedian,
+    Mean,
+    Median,
+    NormBounding,
+    QFedAvg,
+)
 
 
 def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0, column=None):
@@ -92,6 +105,63 @@ def test_updates_are_weighted_by_the_sum_of_a_column_bit_for_bit():
     torch.testing.assert_close(ours, weighted(TOKENS, engine="slots")[0])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aggregator": NormBounding(weight_by_examples=True)},
+        {"aggregator": Bucketing(rule=GeometricMedian(weight_by_examples=True))},
+        {"aggregator": QFedAvg(q=0.0, weight_by_examples=True)},
+        {
+            "asynchronous": FedBuff(concurrency=3, buffer_size=2),
+            "devices": Devices(speeds=LogNormalSpeeds()),
+            "cohort": None,
+        },
+    ],
+)
+def test_whatever_weights_by_examples_follows_the_column(options):
+    assert not torch.equal(weighted(TOKENS, **options)[0], weighted(None, **options)[0])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_metrics_stay_means_over_examples(engine):
+    found = []
+    for column in (TOKENS, None):
+        data, module = toy_data(dtype=torch.float64), toy(ToyModule).double()
+        data.update_weight = column
+        trainer = toy_trainer(Federation(engine=engine, seed=5), max_epochs=1)
+        trainer.fit(module, datamodule=data)  # of one round, which starts from the same model
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert {name: found[0][name] for name in ("train/loss", "train/accuracy")} == {
+        name: found[1][name] for name in ("train/loss", "train/accuracy")
+    }
+
+
+def test_a_run_resumes_with_its_weights_of_updates(tmp_path):
+    def fit(column, **options):
+        data = toy_data(dtype=torch.float64)
+        data.update_weight = column
+        module = toy(ToyModule).double()
+        trainer = toy_trainer(Federation(seed=5), precision="64-true", **options)
+        return trainer, lambda path=None: trainer.fit(module, datamodule=data, ckpt_path=path)
+
+    trainer, start = fit(TOKENS, max_epochs=1)
+    start()
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    for column in (None, TOKENS + 1):
+        with pytest.raises(ConfigurationError, match="with other weights of updates"):
+            fit(column, max_epochs=2)[1](tmp_path / "one.ckpt")
+    fit(TOKENS, max_epochs=2)[1](tmp_path / "one.ckpt")
+
+
+def test_without_a_trainer_a_column_needs_an_aggregator_that_weights_by_examples():
+    data, module = toy_data(), ToyModule()
+    data.update_weight = TOKENS
+    data.setup("fit")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match="Median weights clients alike"):
+        SimpleFederation(module, optimizer, data, aggregator=Median())
+
+
 def test_with_equally_many_tokens_per_example_updates_are_weighted_by_examples():
     assert torch.equal(weighted([4] * 60)[0], weighted(None)[0])  # a power of two, without rounding
 
@@ -117,6 +187,16 @@ def test_the_weights_of_updates_leave_steps_of_several_batches_alone():
         ([1] * 59, {}, "has 60 examples, got 59 values"),
         ([2000] * 60, {"aggregator": SecureMean(clip=1.0)}, "set its max_examples to"),
         ([1] * 60, {"privacy": CentralDP(clip_norm=1.0, noise_multiplier=1.0)}, "does not cover"),
+        ([1] * 60, {"aggregator": Median()}, "Median weights clients alike"),
+        ([1] * 60, {"aggregator": Mean(weight_by_examples=False)}, "Mean weights clients alike"),
+        ([1] * 60, {"aggregator": Bucketing(rule=NormBounding())}, "leave update_weight out"),
+        ([1] * 60, {"aggregator": QFedAvg()}, "leave update_weight out"),
+        ([1] * 60, {"aggregator": AFL()}, "leave update_weight out"),
+        (
+            [1] * 60,
+            {"asynchronous": FedAsync(concurrency=2), "cohort": None},
+            "FedAsync steps on one update at a time",
+        ),
     ],
 )
 def test_what_is_no_weight_of_updates_is_refused(column, options, message):

@@ -7,7 +7,7 @@ between parts follow from their traits, see `fl_lightning.core.traits`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -201,6 +201,7 @@ def check_simple(
     raise_together(
         lambda: check_together(parts | _of_module(module)),
         lambda: check_shards(data, "raise"),
+        lambda: check_update_weights(data, parts, aggregator),
         lambda: check_cohort_size(most, 0, aggregator),
         lambda: check_trusted(aggregator, cohort, len(data.clients)),
     )
@@ -236,22 +237,31 @@ def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
         )
 
 
-def check_update_weights(data: FederatedDataModule, options: Options) -> None:
+UPDATE_WEIGHT = Traits(
+    needs={Trait.EXAMPLE_WEIGHTS: "gives updates other weights than their numbers of examples"},
+    breaks=dict.fromkeys(
+        (Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES),
+        "is a sum over clients' examples, which ε does not cover",
+    ),
+    instead=dict.fromkeys(
+        (Trait.EXAMPLE_WEIGHTS, Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES),
+        "leave update_weight out",
+    ),
+)
+
+
+def check_update_weights(
+    data: FederatedDataModule, parts: Mapping[str, Traits], aggregator: Aggregator | None
+) -> None:
     """Raise if updates cannot be weighted by a column of clients' examples."""
     if data.update_weight is None:
         return
-    if options.privacy is not None:
-        raise ConfigurationError(
-            "data.update_weight is computed from clients' examples, which ε does not cover: leave it out"
-        )
-    largest, most = (
-        int(data.update_weights.max()),
-        getattr(options.aggregator, "max_examples", None),
-    )
+    check_together({"data.update_weight": UPDATE_WEIGHT, **parts})
+    largest, most = int(data.update_weights.max()), getattr(aggregator, "max_examples", None)
     if most is not None and largest > most:
         raise ConfigurationError(
-            f"data.update_weight: clients' weights go up to {largest}, and {options.aggregator} counts at "
-            f"most {most} of each: set its max_examples to {largest}, or leave update_weight out"
+            f"data.update_weight: clients' weights go up to {largest}, and {type(aggregator).__name__} "
+            f"counts at most {most} of each: set its max_examples to {largest}, or leave update_weight out"
         )
 
 

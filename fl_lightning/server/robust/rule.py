@@ -240,6 +240,7 @@ class NearestNeighbourMixing(RobustRule):
         super().__post_init__()
         check_num_attackers(self, self.num_attackers)
         check_mixable(self.rule)
+        self.weight_by_examples = self.rule.weight_by_examples
 
     @property
     @override
@@ -280,6 +281,7 @@ class Bucketing(RobustRule):
         check_range("Bucketing: bucket_size", self.bucket_size, "at least 1 update")
         check_seed("Bucketing", self.seed)
         check_mixable(self.rule)
+        self.weight_by_examples = self.rule.weight_by_examples
 
     @property
     @override
