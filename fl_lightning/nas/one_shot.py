@@ -286,7 +286,7 @@ class OneShot(SharedWeights):
 def residual_branches(network: nn.Module) -> list[tuple[nn.Module, float]]:
     """Return the modules whose output is added to a shortcut, with their share of the drop-connect rate.
 
-    The share of block l of L is l / L in the last two stages, and 0 before them.
+    The share of block l of L, counted from 0, is l / L in the last two stages, and 0 before them.
     Source: Huang et al. 2016 for the line; Wang et al. 2021 (AttentiveNAS), released code, for the stages.
     """
     stages = [module for module in network.modules() if isinstance(module, Repeat)]

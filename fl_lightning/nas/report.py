@@ -110,10 +110,10 @@ class SearchReport(Callback):
         if not module.is_federated:
             steps = trainer.num_training_batches
             _check_turns(module.alpha_every, steps, "the number of batches in an epoch")
-            per_round = steps // module.alpha_every
+            per_round = steps // module.alpha_every if math.isfinite(steps) else math.inf
         if module.is_stepped_by_server or not module.is_federated:
             rounds = range(trainer.max_epochs or 0)
-            _check_reach(module, int(per_round * sum(map(module.moves_alpha, rounds))), len(rounds))
+            _check_reach(module, per_round * sum(map(module.moves_alpha, rounds)), len(rounds))
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recompute the batch norm statistics before an evaluation or predictions."""
@@ -374,16 +374,15 @@ def _check_beside_updates(federation: Any, sends: str) -> None:
         )
 
 
-def _check_reach(module: Any, num_steps: int, num_rounds: int) -> None:
+def _check_reach(module: Any, num_steps: float, num_rounds: int) -> None:
     """Raise ConfigurationError if α cannot decide in a number of steps, all in one direction.
 
-    Runs of a single round, which try a configuration, are not checked; nor are those in which α is held or
-    has a zero-cost start.
+    Runs of a single round or of fewer than 10 steps, which try a configuration, are not checked; nor are
+    those in which α is held or starts decided, by a zero-cost start or from an earlier search.
     """
     optimizer = module.new_architecture_optimizer(list(module.alphas.values()))
     has_moments = "betas" in optimizer.defaults  # of Adam's kind
-    is_started = module.alpha_held or module.started_from is not None
-    if num_rounds < 2 or num_steps < _LEAST_STEPS or is_started or not has_moments:
+    if num_rounds < 2 or num_steps < _LEAST_STEPS or module.alpha_held or not has_moments:
         return
 
     def entropy(reach: float) -> float:
@@ -392,11 +391,13 @@ def _check_reach(module: Any, num_steps: int, num_rounds: int) -> None:
         return float(_entropy(module.space.masked(best).softmax(1)))
 
     rate, least, largest = optimizer.defaults["lr"], 0.01, entropy(0)
+    if float(_entropy(module.shares)) <= _UNDECIDED_ENTROPY * largest:
+        return
     while entropy(least) > _UNDECIDED_ENTROPY * largest:
         least += 0.01
     if num_steps * rate < least:
         raise ConfigurationError(
-            f"alpha cannot decide in this search: it takes {num_steps} steps of about {rate:g}, "
+            f"alpha cannot decide in this search: it takes {num_steps:g} steps of about {rate:g}, "
             f"{num_steps * rate:.2g} in all, and needs {least:.2g}. Set the lr of model.architecture_optimizer to "
-            f"{least / num_steps:.2g} at least, or search longer"
+            f"{1.1 * least / num_steps:.2g}, or search longer"
         )

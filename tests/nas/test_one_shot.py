@@ -178,6 +178,13 @@ def test_rates_run_the_schedule_anew_in_every_phase():
     ]
 
 
+def test_rates_of_a_run_without_end_need_a_schedule_without_end():
+    method = Shrinking((2, 1, 1, 1), rates=(1.0, 0.5, 0.25, 0.125))
+    assert method.factor(Schedule(), RESNET, 90, -1) == 0.125
+    with pytest.raises(ConfigurationError, match="needs to know the last round"):
+        method.factor(Schedule("cosine"), RESNET, 90, -1)
+
+
 class Teachers(Callback):
     def __init__(self):
         self.found, self.weights = [], []

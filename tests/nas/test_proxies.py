@@ -93,6 +93,25 @@ def test_fisher_sums_over_pixels_before_it_squares():
     assert fisher(network, torch.ones(1, 1, 1, 2), torch.tensor([0])) == pytest.approx(P**2)
 
 
+def test_fisher_of_tokens_is_that_of_a_convolution_of_one_pixel():
+    torch.manual_seed(0)
+    tokens, head, labels = nn.Linear(3, 4), nn.Linear(4, 2), torch.arange(5) % 2
+    pixels = nn.Conv2d(3, 4, 1)
+    pixels.load_state_dict({"weight": tokens.weight[:, :, None, None], "bias": tokens.bias})
+    mean = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    over_tokens = nn.Sequential(tokens, nn.Unflatten(1, (7, 1)), Channels(), mean)
+    images = torch.randn(5, 7, 3)
+    expected = fisher(nn.Sequential(pixels, mean), images.transpose(1, 2)[..., None], labels)
+    assert fisher(over_tokens, images, labels) == pytest.approx(expected)
+
+
+class Channels(nn.Module):
+    """(B, height, width, channels) to (B, channels, height, width)."""
+
+    def forward(self, x):
+        return x.movedim(-1, 1)
+
+
 class Chain(nn.Module):
     """Three layers to choose from, of weights 6, 3 and 0, for images of one pixel."""
 

@@ -8,6 +8,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from nas.test_supernet import TwoLayers, data
 from nas.test_supernet_federated import alpha, search, singles, supernet
 from scipy.optimize import brentq
@@ -206,16 +207,37 @@ def test_a_search_in_which_alpha_cannot_decide_is_refused():
 
     least = brentq(excess, 0.01, 2)
     _check_reach(net(), math.ceil(least / 0.01) + 1, num_rounds=2)
-    says = r"it takes 20 steps of about 0\.01, 0\.2 in all, and needs 0\.29\. Set the lr of .* to 0\.01"
+    says = r"it takes 20 steps of about 0\.01, 0\.2 in all, and needs 0\.29\. Set the lr of .* to 0\.016, or"
     with pytest.raises(ConfigurationError, match=says):
         _check_reach(net(), 20, num_rounds=2)
-    _check_reach(net(lr=0.1), 20, num_rounds=2)
+    _check_reach(net(lr=0.016), 20, num_rounds=2)
+    _check_reach(net(), math.inf, num_rounds=2)
     _check_reach(net(), 20, num_rounds=1)  # these try a configuration
     _check_reach(net(), 9, num_rounds=2)
     _check_reach(net(kind=torch.optim.SGD), 20, num_rounds=2)  # moves by the size of its gradients
     _check_reach(net(alpha_held=True), 20, num_rounds=2)
     _check_reach(net(alpha_start=ZeroCostStart()), 20, num_rounds=2)
+    with pytest.raises(ConfigurationError, match="alpha cannot decide in this search"):
+        _check_reach(net(alpha_start=ZeroCostStart(scale=0.1)), 20, num_rounds=2)
+    decided = net()  # by an earlier search
+    decided.alpha.data[:, 3] = 2.0
+    _check_reach(decided, 20, num_rounds=2)
     module = supernet()
     module._architecture_optimizer = partial(torch.optim.Adam, lr=1e-4)
     with pytest.raises(ConfigurationError, match="alpha cannot decide in this search: it takes 12"):
         search(module, rounds=12, local_steps=1)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Four examples of an unknown number."""
+
+    def __iter__(self):
+        yield from ((torch.full((4, 1, 1), float(n)), n % 2) for n in range(4))
+
+
+def test_a_search_takes_a_stream_whose_length_is_not_known():
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    module = supernet()
+    before = alpha(module)
+    toy_trainer(max_epochs=2).fit(module, CombinedLoader({"train": loader, "search": loader}))
+    assert not torch.equal(alpha(module), before)

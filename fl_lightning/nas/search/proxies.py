@@ -10,7 +10,8 @@
     grad_norm Σ_layers ‖∂L/∂θ‖                                      Abdelfattah et al. 2021, ICLR
     l2_norm   Σ_layers ‖θ‖                                          the same
     plain     Σ_θ θ · ∂L/∂θ                                         Mozer, Smolensky 1989
-    fisher    Σ_channels mean_i (Σ_pixels a · ∂L/∂a)² / 2, a the outputs of layers
+    fisher    Σ_channels mean_i (Σ_pixels a · ∂L/∂a)² / 2, a the outputs of layers;
+              of a transformer, tokens are the pixels
                                                                     Turner et al. 2020, ICLR
 
 Several proxies are combined by ranks, which need no common unit: the score of an architecture is the share
@@ -104,9 +105,11 @@ def plain(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 def fisher(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Return the Fisher information of the layers' output channels; errors as for `snip`."""
     outputs: list[Tensor] = []
+    channels: list[int] = []  # dimension of the channels in each output; the last one of tokens
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         outputs.append(output)
+        channels.append(-1 if isinstance(module, nn.Linear) else 1)
         return output.clone()  # an activation may overwrite it in place
 
     copied = copy.deepcopy(network)
@@ -115,9 +118,11 @@ def fisher(network: nn.Module, images: Tensor, labels: Tensor) -> float:
             module.register_forward_hook(keep)
     loss = _loss("fisher", copied, images, labels)[1]
     gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
-    products = (own.detach() * g for own, g in zip(outputs, gradients, strict=True))
-    over = (p.double().flatten(2).sum(2) if p.ndim > 2 else p.double() for p in products)
-    return sum(float(p.square().mean(0).sum() / 2) for p in over)
+    total = 0.0
+    for own, gradient, dimension in zip(outputs, gradients, channels, strict=True):
+        product = (own.detach() * gradient).double().movedim(dimension, 1)
+        total += float(product.reshape(*product.shape[:2], -1).sum(2).square().mean(0).sum() / 2)
+    return total
 
 
 # weights of a layer, and their gradient

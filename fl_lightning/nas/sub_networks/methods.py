@@ -16,7 +16,8 @@ kernels, depths and widths join in this order, one option at a time.
 Sources: Cai et al. 2020, ICLR (Once-for-All), sections 3 and 3.2; Yu et al. 2020, ECCV (BigNAS), section 3.1.
 Differs: both papers add losses up. In `Shrinking` the largest network keeps learning from labels, and
 teaches; with ``largest: frozen`` a copy from before shrinking teaches, and the largest does not train on, as
-in the paper. The paper trains 1, 2 and 4 sub-networks a step for kernel, depth and width.
+in the paper. The paper trains 1, 2 and 4 sub-networks a step for kernel, depth and width, and both smaller
+kernels join at once.
 """
 
 from __future__ import annotations
@@ -276,7 +277,8 @@ class Shrinking(Method):
             return schedule.factor(round_, num_rounds)
         phase = self.phase(space, round_, num_rounds)
         start, end = [*self.starts(space, num_rounds), num_rounds][phase : phase + 2]
-        return self.rates[phase] * schedule.factor(round_ - start, max(1, end - start))
+        length = max(1, end - start) if num_rounds > 0 else num_rounds  # a run without end
+        return self.rates[phase] * schedule.factor(round_ - start, length)
 
     @override
     def loss(self, step: Step) -> Tensor:
