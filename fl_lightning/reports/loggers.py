@@ -268,7 +268,7 @@ def log_clients(trainer: Trainer, values: Mapping[int, Mapping[str, float]], *, 
         for name, value in metrics.items()
         if math.isfinite(value)
     }
-    for logger in trainer.loggers:
+    for logger in trainer.loggers if numbers else ():
         logger.log_metrics(numbers, step=step)
 
 

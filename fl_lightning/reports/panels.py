@@ -16,6 +16,7 @@ _MARKED = 40  # curves with more points than this have no markers
 _FEWEST_OF_A_HISTOGRAM = 30  # values; of fewer, each is drawn as a dot
 _FEWEST_BARS = 6  # different values; of fewer, no histogram is drawn
 _MANY_BARS = 20  # from here on names and numbers are small
+_MOST_LETTERS = 36  # of categories side by side; if they have more, they are turned
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,10 @@ def _scale(axes: Any, scale: str, values: Sequence[Any], names: Sequence[str]) -
     from matplotlib.ticker import EngFormatter  # a second to import
 
     if names:
-        axes.set_xticks(range(len(names)), names)
+        is_wide = sum(map(len, names)) > _MOST_LETTERS
+        turned: dict[str, Any] = {"rotation": 20, "ha": "right", "rotation_mode": "anchor"}
+        shown = [_short(name) if is_wide else name for name in names]
+        axes.set_xticks(range(len(names)), shown, **(turned if is_wide else {}))
         axes.margins(x=0.2)
     elif scale == "log":
         axes.set_xscale("log")
@@ -346,6 +350,12 @@ def _scale(axes: Any, scale: str, values: Sequence[Any], names: Sequence[str]) -
         axes.xaxis.set_major_formatter(EngFormatter())
     elif all(type(value) is int for value in values):
         axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _short(name: str) -> str:
+    """Return the class of an import path; other names, as ``0.5``, are unchanged."""
+    parts = name.split(".")
+    return parts[-1] if all(part.isidentifier() for part in parts) else name
 
 
 def _bins(values: npt.NDArray[np.float64], *, whole: bool) -> npt.NDArray[np.float64]:

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import matplotlib.image
+import pandas
 import pytest
 import torch
 from lightning.pytorch.loggers import (
@@ -187,6 +188,8 @@ def test_privacy_leaves_out_curves_of_clients_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match="client_curves: there are none, because privacy hides"):
         trainer.fit(ToyModule(), datamodule=toy_data(num_clients=4))
     assert "client/" not in Path(logger.log_dir, "metrics.csv").read_text()
+    shown = pandas.read_csv(Path(logger.log_dir, "metrics.csv")).drop(columns=["epoch", "step"])
+    assert not shown.isna().all(axis=1).any()
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself

@@ -1,5 +1,6 @@
 """The commands search and latency, mistakes included."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def test_latency_then_search_under_it(tmp_path, capsys):
     assert len((tmp_path / "runs/search/evaluated.csv").read_text().splitlines()) == 9
     with pytest.raises(SystemExit, match=r"side \(8 there, 32 here"):
         main(["search", *SPACE, "--latency", "laptop.json"])
+
+
+def test_the_next_command_can_be_pasted_into_a_shell(capsys):
+    main(["search", *SMALL, "--score", "params", "--budget", "2", "--out", "two words"])
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next:     ")
+    assert shlex.split(command)[:4] == ["fl-lightning", "fit", "--config", "two words/best.yaml"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,13 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 import fl_lightning
 from docs.command_help import as_text
-from fl_lightning import ConfigurationError, FederatedCLI, Federation, ImageClassifier
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCLI,
+    FederatedDataModule,
+    Federation,
+    ImageClassifier,
+)
 from fl_lightning.cli import configs, init, main
 from fl_lightning.cli.checks import imported
 from fl_lightning.cli.errors import Parser, built_trainer
@@ -634,6 +640,27 @@ class TestAScriptMayBuild:
             parser_kwargs={"parser_mode": "omegaconf"},
         )
         assert (cli.datamodule.num_clients, cli.datamodule.source.image_size) == (4, 32)
+
+
+class Parses(FederatedCLI):
+    def fit(self, *args, **kwargs):
+        pass
+
+    after_fit = None
+
+
+def test_options_of_a_subcommand_that_is_not_named_are_accepted(tmp_path, monkeypatch):
+    """Its parser is not built, but it exists: its description, and its block in a file of defaults."""
+    words = [f"--model.{name}={value}" for name, value in MODEL.items()]
+    defaults = tmp_path / "defaults.yaml"
+    defaults.write_text("fit: {trainer: {logger: false}}\ntest: {trainer: {max_epochs: 2}}")
+    options = {"test": {"description": "Tests."}, "default_config_files": [str(defaults)]}
+    data = ["--data.num_clients=4", f"--data.source={SOURCE['class_path']}"]
+    args = ["fit", *words, *data, "--data.source.image_size=32"]
+    monkeypatch.setattr(sys, "argv", ["script", *args])
+    cli = Parses(ImageClassifier, FederatedDataModule, parser_kwargs=options)
+    assert (cli.subcommand, cli.config.fit.trainer.logger) == ("fit", False)
+    assert [*Parses.subcommands()] == ["fit", "validate", "test", "predict"]
 
 
 def test_a_script_of_ones_own_has_the_same_command_line(tmp_path):

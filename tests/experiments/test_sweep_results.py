@@ -20,6 +20,8 @@ from fl_lightning.experiments.study import (
     write_best,
 )
 from fl_lightning.experiments.sweep_plan import Plan, short_names
+from fl_lightning.reports.charts import Chart, draw
+from fl_lightning.reports.panels import points
 
 LR, STEPS = "model.optimizer.lr", "federation.local_steps"
 PARAMETERS = read_parameters({LR: {"low": 1e-3, "high": 1.0, "log": True}, STEPS: [1, 4]})
@@ -144,3 +146,12 @@ def test_pictures(tmp_path):
     for name in ("trials", "options", "importance"):
         assert matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3].std() > 0.02
         assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+
+
+def test_names_of_classes_do_not_overlap():
+    names = ["fl_lightning.server.CoordinateMedian", "fl_lightning.server.Krum", "0.5", None]
+    figure, _ = draw([Chart("c", "", points(names, [0, 1, 2, 3], [""] * 4, labels=("", "")))])
+    figure.draw_without_rendering()
+    ticks = figure.axes[0].get_xticklabels()
+    assert [tick.get_text() for tick in ticks] == ["CoordinateMedian", "Krum", "0.5", "None"]
+    assert {tick.get_rotation() for tick in ticks} == {20}

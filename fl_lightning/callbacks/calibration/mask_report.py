@@ -57,7 +57,9 @@ def report_mask(
         else:
             log_once(trainer, "mask", numbers, step=step)
         chart = density_chart(mask)
-        log_figure(trainer, "mask/density per layer", lambda: draw([chart])[0], step=step)
+        # above the whole figure: long names of layers leave little room above the bars
+        title = f"{mask.num_active:,} of {mask.num_entries:,} entries may move"
+        log_figure(trainer, "mask/density per layer", lambda: draw([chart], title)[0], step=step)
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_mask(mask, Path(folder) / f"mask_v{version}.safetensors")
 
@@ -75,9 +77,8 @@ def density_chart(mask: Mask) -> Chart:
         depth -= 1
         rows = density_per_layer(mask, depth)
     names, densities = [row.name for row in rows], [row.density for row in rows]
-    title = f"{mask.num_active:,} of {mask.num_entries:,} entries may move"
     panel = bars(names, densities, x="density", mark=mask.density)
-    return Chart("density", title, panel, names_are_long=True, height=1.2 + 0.16 * len(rows))
+    return Chart("density", "", panel, names_are_long=True, height=1.2 + 0.16 * len(rows))
 
 
 class ClientMasks:

@@ -6,6 +6,7 @@ of its sub-networks.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -161,7 +162,11 @@ def search(
             raise ConfigurationError(f"sweep: {sweep} exists: name another file, or remove it")
         write_sweep(sweep, networks.space, retraining_of(networks), given.seed)
         words = data_words(networks, given.images)
-        print(_next(f"fl-lightning sweep --search {given.sweep} --", words, "of the trials"))
+        print(
+            _next(
+                f"fl-lightning sweep --search {shlex.quote(given.sweep)} --", words, "of the trials"
+            )
+        )
         return
     _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
 
@@ -299,7 +304,7 @@ def _report(
     if table is not None:
         print(f"latency:  {table.where}\n          {table.accuracy}")
     print(f"results:  {out}/report.html, evaluated.csv, front.png")
-    command = f"fl-lightning fit --config {target}"
+    command = f"fl-lightning fit --config {shlex.quote(str(target))}"
     if "data" in content:
         print(f"next:     {command}")
     else:  # the search knew none
@@ -337,5 +342,5 @@ _KNOWN_DATA = {
 def _next(command: str, data: Sequence[str], of: str) -> str:
     """Return the line with the next command, or with what it lacks."""
     if data:
-        return f"next:     {command} {' '.join(data)}"
+        return f"next:     {command} {shlex.join(data)}"
     return f"next:     {command}, with the data {of}: add --config or --data options that name them"
