@@ -58,7 +58,7 @@ class RoundCohorts:
     Attributes:
         num_clients: expected number of clients per round.
         population: the clients to draw from, with their losses and durations of past rounds.
-        seed: root seed of the draws.
+        seed: root seed of the draws; `PrivateRounds.enter` sets a secret where sampling amplifies privacy.
         fewest: as given.
 
     Example:

@@ -114,7 +114,7 @@ class Policy:
         metrics: patterns (``*``, ``?``) of the names of metrics and facts that may leave.
         most_bytes: largest size of an order, in bytes.
         most_steps: most local steps, or batches, of a client per order.
-        most_parameters: most numbers in the tensors that are made when the model is built.
+        most_parameters: most numbers in the tensors that are made when the model is built (`cli/network/site.py`).
         most_minutes: most minutes for an order, and for the set-up of a run.
         classes: patterns of the class paths that the server may name, see `class_paths`; those in a file
             are added to the default.

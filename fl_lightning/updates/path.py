@@ -4,8 +4,8 @@ Upload of an update:
 
     Δ → T_1 → T_2 → … → bytes → … → T_2⁻¹ → T_1⁻¹ → Δ'
 
-In a simulation nothing is encoded, but the number of bytes is that of the real encoding. With error
-feedback a client keeps the compression error and adds it to the next update.
+In a simulation indices and codes are packed, but no message is written; the number of bytes is that of
+the real message. With error feedback a client keeps the compression error and adds it to the next update.
 
 Download of the global model:
 

@@ -293,6 +293,8 @@ _MEMORIES = Traits(
 class ErrorFeedback(UpdateStep):
     """Error feedback: a client adds the compression error of its last update to the next one.
 
+    The error (the residual) stays in the client's `ClientMemory` from round to round.
+
     Args:
         transforms: transforms that compress, in the order in which the client applies them.
         under_privacy: allow it with `federation.privacy`. Sent updates are clipped and accounted for as

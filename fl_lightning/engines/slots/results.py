@@ -152,6 +152,8 @@ class SlotResults:
 def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
     """Split a group into its finite updates and one error per non-finite update.
 
+    The clients of these errors train again one by one, and that decides whether they fail.
+
     Args:
         group: updates of clients that trained together.
     """
