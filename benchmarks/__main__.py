@@ -35,6 +35,7 @@ from benchmarks.workloads import WORKLOADS
 LENGTHS = 100, 2000
 # Benchmarks that print a table: their commands.
 TABLES = {
+    "per_client": "benchmarks.per_client",
     "memory": "benchmarks.memory",
     "remembering": "benchmarks.memory --parameters 22000000",
     "sparse_step": "benchmarks.sparse_step",

@@ -37,6 +37,7 @@ CIFAR100 = first_with("configs/cifar100.yaml")
 IID = first_with("configs/cifar10_images.yaml")
 TWO_CLASSES = first_with("classes_per_client 2")
 PLOT = first_with("benchmarks.plot_runs")
+PER_CLIENT = first_with("benchmarks.per_client")
 MEMORY = first_with("benchmarks.memory")
 REMEMBERED = first_with("benchmarks.memory --parameters")
 CODEC = first_with("benchmarks.codec")
@@ -121,6 +122,7 @@ SHORTER = {
     CENTRAL: "--trainer.max_epochs 5 --report false",
     CIFAR100: f"{A_SMALL_VIT} --report false",
     **dict.fromkeys([IID, TWO_CLASSES], "--report false"),
+    PER_CLIENT: "--rounds 1",
     CODEC: "--size 100000 --repetitions 2",
     SPARSE_STEP: "--network vit_tiny_patch16_224 --turns 1",
     REMEMBERED: "--parameters 100000",
