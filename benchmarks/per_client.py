@@ -137,7 +137,7 @@ def table(rounds: int) -> Iterator[str]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=12, help="default %(default)s")
     rounds = parser.parse_args().rounds
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
