@@ -184,6 +184,7 @@ class ServerSearchStep(Stage):
             for view, param in zip(self._views(params), self._params, strict=True):
                 view.copy_(param.detach())
             return
+        assert self._optimizer is not None
         # copies, because an error may undo the server's step
         next_params, next_optimizer = self._next = copy.deepcopy((self._params, self._optimizer))
         for param, gradient in zip(next_params, self._gradients, strict=True):

@@ -52,8 +52,8 @@ SHORT_RUN_STEPS = 10_000
 # Seconds of training that repay a trial: of a speedup (a second), of a compiled step and of compiled slots
 # (5 to 20 s). A compiled step is some per cent faster, compiled slots are 2 to 6 times as fast.
 SPEEDUP_SECONDS, COMPILED_STEP_SECONDS, COMPILED_SLOTS_SECONDS = 60.0, 1200.0, 20.0
-# Most time of all trials of speedups, as a fraction of the training.
-SHARE_OF_SPEEDUPS = 0.05
+# Most time of all trials of speedups: as a fraction of the training, and in seconds.
+SHARE_OF_SPEEDUPS, MOST_SECONDS_OF_SPEEDUPS = 0.05, 120.0
 # Steps of the run that one turn of a trial of slots takes, as a fraction: 2 to 10 steps of a client.
 _SHARE_OF_A_TURN = 0.005
 # Least speed, relative to sequential or plain steps, by which slots or a speedup are taken.
@@ -168,9 +168,9 @@ class EngineChooser:
         (one,) = trial.seconds(Way([trial.longest.head(1)]), turns=2)
         if one * num_steps < SPEEDUP_SECONDS:
             return ""
-        limit, speed = SHARE_OF_SPEEDUPS * one * num_steps, 1.0
+        limit = min(MOST_SECONDS_OF_SPEEDUPS, SHARE_OF_SPEEDUPS * one * num_steps)
         rank_zero_info(f"engine: measuring which speedups of a step pay, for {limit:.0f} s at most")
-        ends = time.perf_counter() + limit
+        ends, speed = time.perf_counter() + limit, 1.0
         for speedup in candidates:
             is_short = speedup == "compiled" and one * num_steps < COMPILED_STEP_SECONDS
             if is_short or time.perf_counter() > ends:
