@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -109,6 +109,7 @@ class ClientEvaluation(Callback):
         """Check the metrics that other callbacks monitor, and join the rounds for local models."""
         if stage == "fit":
             self._check_monitors(trainer)
+            _warn_of_unused(trainer.datamodule)  # type: ignore[attr-defined]
             if self._local is not None:
                 self._local.join(trainer)
 
@@ -208,6 +209,16 @@ class ClientEvaluation(Callback):
             log_once(trainer, "clients", logs, step=step)
         if trainer.logger is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _save(Path(folder) / f"clients_{stage}.csv", self.per_client, examples)
+
+
+def _warn_of_unused(data: object) -> None:
+    is_federated = isinstance(data, FederatedDataModule)
+    if is_federated and data.client_test_fraction and (missing := data.lacks("test")):
+        rank_zero_warn(
+            "data.client_test_fraction: these examples are neither trained on nor tested, because test "
+            f"needs a {missing} in {type(data.source).__name__}: add one, or set 0 (client_val_fraction is "
+            "evaluated at the end of a fit)"
+        )
 
 
 def _why_not(

@@ -88,6 +88,25 @@ def saved_models(trainer: Trainer) -> dict[str, str]:
     return last | best
 
 
+# commands, with what they call of the module and of the data
+_EVALUATIONS = (
+    ("validate", "validation_step", "val_dataloader"),
+    ("test", "test_step", "test_dataloader"),
+    ("predict", None, "predict_dataloader"),
+)
+
+
+def _evaluations(trainer: Trainer) -> list[str]:
+    """Return the commands that the module and the data have what it takes for."""
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    return [
+        command
+        for command, step, loader in _EVALUATIONS
+        if any(is_overridden(loader, one) for one in (module, data))
+        and (step is None or is_overridden(step, module))
+    ]
+
+
 def report_whereabouts(trainer: Trainer) -> None:
     """Print the paths of checkpoints, logs and report, and the next commands."""
     folder = run_folder(trainer)  # a collective call: every process has to make it
@@ -111,9 +130,7 @@ def report_whereabouts(trainer: Trainer) -> None:
     if configuration.exists() and saved_models(trainer):
         best = shown_path([*saved_models(trainer)][-1])
         where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
-        validates = is_overridden("validation_step", trainer.lightning_module, LightningModule)
-        command = "validate" if validates else "predict"
-        lines.append(f"next:       fl-lightning {command} {where}")
+        lines += [f"next:       fl-lightning {each} {where}" for each in _evaluations(trainer)[:1]]
     print("\n".join(["", *map(in_columns, lines)]))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
@@ -162,9 +163,25 @@ class FederatedDataModule(ForwardingDataModule):
         return fit_transforms(self.transforms, self.clients, self._read(augmented=False))
 
     def setup(self, stage: str) -> None:
-        """Set up the source; the partition is drawn on first access."""
+        """Set up the source; the partition is drawn on first access.
+
+        Raises:
+            ConfigurationError: if there is no data set to validate or test on.
+        """
+        if self.trainer is not None and (self.trainer.validating or self.trainer.testing):
+            missing = self.lacks("test" if self.trainer.testing else "val")
+            if missing and not is_overridden(missing, self.trainer.lightning_module):
+                raise ConfigurationError(
+                    f"{stage} needs a {missing} in {type(self.source).__name__}: the examples that clients "
+                    "hold out are evaluated beside that set only"
+                )
         super().setup(stage)
         self._is_set_up = self._is_set_up or stage == "fit"
+
+    def lacks(self, stage: str) -> str | None:
+        """Return the name of a stage's loader, ``val`` or ``test``, if the source has none."""
+        name = f"{stage}_dataloader"
+        return None if is_overridden(name, self.source) else name
 
     def train_dataloader(self) -> Any:
         """Return the client groups of the rounds in a federation, else the loader of a central run."""

@@ -55,7 +55,9 @@ class ModelOrigin:
             return self._words
         if not steps:
             return "the model as it was given, without a round of this Trainer"
-        return f"the model after {_unit(federation_of(trainer) is not None)} {steps}, the last one of this fit"
+        epochs = trainer.fit_loop.epoch_progress.current
+        last = "" if epochs.processed > epochs.completed else ", the last one of this fit"
+        return f"the model after {_unit(federation_of(trainer) is not None)} {steps}{last}"
 
 
 def saved_after(path: str) -> str:

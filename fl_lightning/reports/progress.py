@@ -169,8 +169,9 @@ class RoundProgressBar(ProgressBar):
         self._close()
 
     @contextmanager
-    def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
+    def counting(self, trainer: Trainer, what: str, total: float) -> Iterator[Callable[[], None]]:
         """Show another bar within this context; yields a function that advances the bar by one."""
+        self._trainer = trainer  # after a fit in child processes, this process has had no `setup`
         was_open, self._inner = self._screen.is_open, Inner(what, total)
         if self.is_enabled:
             self._open()
@@ -346,7 +347,7 @@ def progress_bar(trainer: Trainer, what: str, total: float) -> Iterator[Callable
     """
     own = trainer.progress_bar_callback
     if isinstance(own, RoundProgressBar):
-        with own.counting(what, total) as tick:
+        with own.counting(trainer, what, total) as tick:
             yield tick
     else:
         yield lambda: None

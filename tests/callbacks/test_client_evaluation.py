@@ -10,9 +10,15 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional
 from torchmetrics import MetricCollection, R2Score
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from toys import ToyModule, toy_data, toy_trainer
+from toys import LoaderData, ToyModule, toy_data, toy_trainer
 
-from fl_lightning import ClientEvaluation, ConfigurationError, Federation, Personal
+from fl_lightning import (
+    ClientEvaluation,
+    ConfigurationError,
+    FederatedDataModule,
+    Federation,
+    Personal,
+)
 from fl_lightning.callbacks.client_evaluation import worst_decile
 from fl_lightning.federation.visits.client_visits import evaluate_clients
 
@@ -226,6 +232,30 @@ def test_a_client_with_one_example_too_few_for_a_metric_is_left_out(tmp_path):
     rows = table(trainer, "validation")
     assert rows.keys() == {1, 2}
     assert all(row["val/r2"] and row["val/loss"] for row in rows.values())
+
+
+def test_only_the_end_of_a_fit_is_called_its_last_round(caplog):
+    data = toy_data(client_val_fraction=0.2)
+    trainer = toy_trainer(ClientEvaluation(every_n_rounds=1), Federation(seed=0), max_epochs=2)
+    trainer.fit(ToyModule(), datamodule=data)
+    assert "per-client evaluation (validation): the model after round 2" in caplog.text
+    assert "the last one of this fit" not in caplog.text
+    trainer.validate(trainer.lightning_module, datamodule=data, verbose=False)
+    assert "the model after round 2, the last one of this fit" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_without_loaders_a_sentence_says_what_is_not_evaluated():
+    toy = toy_data()
+    toy.setup("fit")
+    source = LoaderData(toy.source.train_dataloader())
+    data = FederatedDataModule(source, num_clients=2, client_test_fraction=0.2)
+    trainer = toy_trainer(ClientEvaluation(), Federation(seed=0), max_epochs=1)
+    with pytest.warns(UserWarning, match="client_test_fraction: these examples are neither"):
+        trainer.fit(ToyModule(), datamodule=data)
+    for run, loader in ((trainer.validate, "val_dataloader"), (trainer.test, "test_dataloader")):
+        with pytest.raises(ConfigurationError, match=f"needs a {loader} in LoaderData"):
+            run(ToyModule(), datamodule=data, verbose=False)
 
 
 class TestCommonTestSet:

@@ -233,6 +233,31 @@ def test_two_processes_are_one_run(capsys, caplog):
     assert len((folder / "clients_test.csv").read_text().splitlines()) == 1 + 20
 
 
+TRAINS_ONLY = """
+from fl_lightning.data import Digits
+from lightning.pytorch import LightningDataModule
+class TrainsOnly(LightningDataModule):
+    def train_dataloader(self):
+        digits = Digits(batch_size=16)
+        digits.setup("fit")
+        return digits.train_dataloader()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_two_processes_need_no_loader_but_that_of_training(capsys, tmp_path, monkeypatch):
+    (tmp_path / "trains_only.py").write_text(TRAINS_ONLY)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = yaml.safe_load(Path(__file__).with_name("small_run.yaml").read_text())
+    config["data"]["init_args"]["source"] = {"class_path": "trains_only.TrainsOnly"}
+    config["trainer"] |= {"devices": 2, "enable_progress_bar": True, "max_epochs": 1}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config | {"report": True}))
+    main(["fit", "--config", "run.yaml"])
+    said = capsys.readouterr().out
+    assert "report:     " in said
+    assert "next:" not in said
+
+
 @pytest.mark.usefixtures("trained")
 def test_validate_and_test_report_global_and_per_client_metrics(capsys, caplog):
     checkpoint = ["--ckpt_path", LAST]

@@ -169,7 +169,7 @@ def test_a_calibration_counts_in_the_same_place(monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal)
     bar = RoundProgressBar()
     bar.setup(toy_trainer(bar, enable_progress_bar=True), None, "fit")
-    with bar.counting("Calibration", 3) as tick:
+    with bar.counting(bar.trainer, "Calibration", 3) as tick:
         tick()
         print("said meanwhile", file=sys.stderr)
         lines = seen(terminal.getvalue().replace("\n", "\r\n"), 80)
