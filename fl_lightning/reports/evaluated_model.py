@@ -55,9 +55,10 @@ class ModelOrigin:
             return self._words
         if not steps:
             return "the model as it was given, without a round of this Trainer"
-        epochs = trainer.fit_loop.epoch_progress.current
-        last = "" if epochs.processed > epochs.completed else ", the last one of this fit"
-        return f"the model after {_unit(federation_of(trainer) is not None)} {steps}{last}"
+        federated = federation_of(trainer) is not None
+        goes_on = federated and trainer.state.fn == "fit" and trainer.current_epoch < steps
+        last = "" if goes_on else ", the last one of this fit"
+        return f"the model after {_unit(federated)} {steps}{last}"
 
 
 def saved_after(path: str) -> str:
