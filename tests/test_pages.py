@@ -1,5 +1,6 @@
 """What pages show runs and does what they say: their Python, YAML and commands; links lead somewhere."""
 
+import json
 import re
 import runpy
 import shlex
@@ -174,6 +175,23 @@ def test_the_port_of_flowers_example_is_on_the_page_and_trains(tmp_path):
     losses = trainer.callback_metrics
     assert 0 < losses["test_loss"] < 1
     assert torch.isfinite(losses["clients/test_loss_mean"])  # each client's own fifth
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
+def test_the_port_of_flowers_example_trains_as_yaml(tmp_path, monkeypatch):
+    pytest.importorskip("torchvision")
+    write_idx(tmp_path / "data" / "MNIST" / "raw", num_train=160)
+    [script], layers = blocks("coming_from.md"), blocks("coming_from.md", "yaml")
+    (tmp_path / "my.py").write_text(script.partition("\nseed_everything(0)")[0])
+    for name, layer in zip(("base.yaml", "mine.yaml"), layers, strict=True):
+        (tmp_path / name).write_text(layer)
+    monkeypatch.syspath_prepend(tmp_path)
+    [command] = blocks("coming_from.md", "bash")
+    main(shlex.split(command)[1:])
+    [rounds] = tmp_path.rglob("rounds.jsonl")
+    lines = [json.loads(line) for line in rounds.read_text().splitlines()]
+    assert len(lines) == 3
+    assert all("clients/val_loss_mean" in str(line) for line in lines)  # as Flower: every round
 
 
 def test_the_script_of_a_project_has_the_options_that_the_page_names(tmp_path, monkeypatch, capsys):

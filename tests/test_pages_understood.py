@@ -23,7 +23,7 @@ ALGORITHMS = {
 }
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 # whose blocks have a test of their own
-READ_ELSEWHERE = {"extending", "sweeps", "experiments", "network"}
+READ_ELSEWHERE = {"coming_from", "extending", "sweeps", "experiments", "network"}
 READ_ELSEWHERE |= {
     "architecture_search",
     "networks_of_all_sizes",

@@ -1,6 +1,6 @@
 """Flower's quickstart-pytorch-lightning: an autoencoder of MNIST, 2 of 4 clients a round."""
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from torch import nn, optim
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -46,11 +46,12 @@ class Digits(LightningDataModule):  # all of them: the partition is not its busi
         return DataLoader(images, batch_size=32)
 
 
+seed_everything(0)
 data = FederatedDataModule(
     Digits(), num_clients=4, partition=IID(), client_val_fraction=0.2, client_test_fraction=0.2
 )
 federation = Federation(cohort=UniformCohort(fraction=0.5), local_epochs=1)
-callbacks = [federation, ClientEvaluation()]
+callbacks = [federation, ClientEvaluation(every_n_rounds=1)]
 trainer = Trainer(max_epochs=3, callbacks=callbacks, accelerator="cpu", enable_checkpointing=False)
 model = AutoEncoder()
 trainer.fit(model, datamodule=data)

@@ -228,7 +228,8 @@ def names_in(module: str) -> frozenset[str] | None:
     if spec is None or spec.origin is None:
         return None
     place = Path(spec.origin).parent.joinpath(*inner)
-    file = next(filter(Path.is_file, (place / "__init__.py", place.with_suffix(".py"))), None)
+    inside = (place / "__init__.py", place.with_suffix(".py")) if inner else (Path(spec.origin),)
+    file = next(filter(Path.is_file, inside), None)
     if file is None:
         return None
     text = file.read_text(encoding="utf-8")

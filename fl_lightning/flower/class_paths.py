@@ -98,14 +98,14 @@ site. Add it to classes in site.yaml if you trust it, or leave it out.
     """
     found: list[tuple[Place, str]] = []
     full = _with_full_paths(configuration, (), found)
-    named = list(dict.fromkeys(found))
-    for place, path in named:
+    unique = list(dict.fromkeys(found))
+    for place, path in unique:
         if not _matches(path, patterns):
             raise Refused(
                 f"{'.'.join(place)}: {shown(path)} is not allowed at this site. Add it to classes in "
                 "site.yaml if you trust it, or leave it out."
             )
-    for place, path in named:
+    for place, path in unique:
         if path not in patterns and not _is_known_kind(path, patterns):
             raise Refused(
                 f"{'.'.join(place)}: {path!r} is no class that a configuration may build: a module, "
@@ -113,6 +113,21 @@ site. Add it to classes in site.yaml if you trust it, or leave it out.
                 "to classes in site.yaml if you trust it, or leave it out."
             )
     return full
+
+
+def named(configuration: Any) -> list[str]:
+    """Return the class paths in a configuration, and each part of a text that may be one; nothing is imported.
+
+    Raises:
+        Refused: if the form of the configuration is not allowed, whatever classes are.
+
+    Example:
+        >>> named({"model": {"class_path": "my.Net"}, "federation": {"aggregator": "Krum"}})
+        ['my.Net', 'fl_lightning.server.Krum']
+    """
+    found: list[tuple[Place, str]] = []
+    _with_full_paths(configuration, (), found)
+    return list(dict.fromkeys(path for _, path in found))
 
 
 def _with_full_paths(value: Any, place: Place, named: list[tuple[Place, str]]) -> Any:

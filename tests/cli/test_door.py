@@ -206,6 +206,15 @@ def test_a_misspelt_class_is_found_before_pytorch_is_imported(words, tmp_path):
     assert (code, seconds <= 1.0) == (2, True), said
 
 
+def test_a_misspelt_class_of_a_single_file_is_told_what_was_meant(tmp_path, monkeypatch, capsys):
+    (tmp_path / "port_of_mine.py").write_text("class LitAutoEncoder: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["fit", "--config=quickstart", "--model=port_of_mine.LitAutoEncodr"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Did you mean port_of_mine.LitAutoEncoder?" in said
+
+
 class OwnData(LightningDataModule):
     """Its option has a name that the federated data module has too."""
 

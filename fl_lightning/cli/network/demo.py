@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,13 +23,16 @@ from fl_lightning.cli.commands import resolve
 from fl_lightning.client.clocks import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.processes import tied
+from fl_lightning.flower.class_paths import named
+from fl_lightning.flower.layers import shared_part
 from fl_lightning.flower.network.following import carry_out
-from fl_lightning.flower.network.serving import demo
+from fl_lightning.flower.network.serving import Demo, demo
+from fl_lightning.flower.transport.resident import AUDIT_FILE
 
 _SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
 _QUIET = f"--trainer.enable_progress_bar=false {_SHORT}"
 _NOISE = 1e-2  # largest difference of a weight that the noise of encryption explains
-_SEEDED = {"seeded_noise": True}  # sites follow secure_noise: false, as a simulation does
+_OUTPUTS = ("save_dir", "dirpath")  # options of the Trainer's loggers, callbacks and profiler
 Say = Callable[[str], None]
 
 
@@ -36,6 +41,8 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
 
     Encrypted sums have fresh noise in every run, which training amplifies: then the largest difference of
     the weights is printed. With ``secure_noise`` nothing is simulated, since its noise cannot be repeated.
+    All processes run in the current folder, so they find its modules and data; their files are written
+    elsewhere. The sites allow the classes that the configuration names.
 
     Args:
         words: words of the command line after ``fit``.
@@ -44,7 +51,8 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
         say: function that prints a line.
 
     Raises:
-        ConfigurationError: if the configuration has no ``federation`` block.
+        ConfigurationError: if the configuration has no ``federation`` block, or names a place on the disk
+            of a site outside ``data``.
         RoundFailure: if the run fails, or its weights differ from the simulation's.
     """
     text = resolve([*words, f"--trainer.max_epochs={rounds}", "--trainer.devices=1"])
@@ -52,14 +60,14 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
     if not config.get("federation"):
         raise ConfigurationError("config: it has no federation block, see configs/quickstart.yaml")
     config["federation"]["engine"] = "sequential"  # as sites train
-    text = yaml.safe_dump(config, sort_keys=False)
+    settings = site_settings(config)
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
         folder = Path(name)
         for part in ("network", "simulation"):
             (folder / part).mkdir()
         options: dict[str, str | int | float] = {
             "sites": len(names),
-            "folder": str(folder / "network"),
+            "folder": os.getcwd(),
             "words": f"--trainer.default_root_dir={folder / 'network'} {_SHORT}",
         }
         began = time.monotonic()
@@ -68,10 +76,12 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
         is_fresh = "'secure_noise': True" in str(config["federation"].get("privacy"))
         with ExitStack() as simulations:
             simulate = partial(_simulating, folder / "simulation")
+            text = written_to(folder / "network", config)
             if not (is_recorded or is_fresh):  # beside a network that mostly waits
-                end = simulations.enter_context(simulate(text))
-            with demo(names, say, settings=_SEEDED, clients=shared, own=own) as running:
-                carry_out(running.control, say, options=options, configuration=text)
+                end = simulations.enter_context(simulate(config))
+            with demo(names, say, settings=settings, clients=shared, own=own) as running:
+                with _with_refusals(running, say):
+                    carry_out(running.control, say, options=options, configuration=text)
                 seconds = time.monotonic() - began
                 say(f"{rounds} rounds over the network: {seconds:.0f} s with its start")
             if is_fresh:
@@ -90,7 +100,52 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
     say(f"{told} the simulation; all files are removed")
 
 
-def _recorded(config: dict[str, Any], folder: Path) -> str:
+def site_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return settings for ``site.yaml`` of a demo, whose sites belong to whoever wrote the configuration.
+
+    The sites allow all classes that the configuration names, and follow ``secure_noise: false``, as a
+    simulation does.
+
+    Raises:
+        ConfigurationError: if the configuration names a place on the disk of a site.
+    """
+    return {"seeded_noise": True, "classes": named(shared_part(config))}
+
+
+def written_to(folder: Path, config: dict[str, Any]) -> str:
+    """Return a configuration as YAML, in which loggers and callbacks write below a folder."""
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: str(folder / inner)
+            if name in _OUTPUTS and isinstance(inner, str)
+            else placed(inner)
+            for name, inner in value.items()
+        }
+
+    return yaml.safe_dump(config | {"trainer": placed(config["trainer"])}, sort_keys=False)
+
+
+@contextmanager
+def _with_refusals(running: Demo, say: Say) -> Iterator[None]:
+    """Show why sites have refused orders, which only their own logs tell, if the run fails."""
+    try:
+        yield
+    except RoundFailure:
+        for site in running.sites:
+            file = site.folder / "log" / AUDIT_FILE
+            lines = file.read_text().splitlines() if file.exists() else []
+            reasons = [json.loads(line).get("refusal") for line in lines]
+            for reason in dict.fromkeys(filter(None, reasons)):
+                say(f"{site.name}: {reason}")
+        raise
+
+
+def _recorded(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the configuration of a simulation that repeats the order in which updates arrived over the network."""
     [file] = folder.rglob(FILE)
     devices = {
@@ -98,7 +153,7 @@ def _recorded(config: dict[str, Any], folder: Path) -> str:
         "init_args": {"file": str(file)},
     }
     federation = config["federation"] | {"devices": devices}
-    return yaml.safe_dump(config | {"federation": federation}, sort_keys=False)
+    return config | {"federation": federation}
 
 
 def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]]:
@@ -118,16 +173,16 @@ def _own_layer(config: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]]:
+def _simulating(folder: Path, config: dict[str, Any]) -> Iterator[Callable[[], None]]:
     """Simulate a configuration in a child process; yields a function that waits for the end of the process."""
     file = folder / "run.yaml"
-    file.write_text(configuration)
+    file.write_text(written_to(folder, config))
     command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file}"]
     command += [f"--trainer.default_root_dir={folder}", *_QUIET.split()]
     log = folder / "log.txt"
     with log.open("w") as words:
         process = subprocess.Popen(
-            tied(command), cwd=folder, stdin=subprocess.DEVNULL, stdout=words, stderr=words
+            tied(command), stdin=subprocess.DEVNULL, stdout=words, stderr=words
         )
 
     def end() -> None:
