@@ -101,7 +101,7 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
 
 
 def site_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return settings for ``site.yaml`` of a demo, whose sites belong to whoever wrote the configuration.
+    """Return settings for ``site.yaml`` of a demo, whose sites belong to the author of the configuration.
 
     The sites allow all classes that the configuration names, and follow ``secure_noise: false``, as a
     simulation does.
