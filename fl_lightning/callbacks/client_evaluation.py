@@ -212,8 +212,9 @@ class ClientEvaluation(Callback):
 
 
 def _warn_of_unused(data: object) -> None:
-    is_federated = isinstance(data, FederatedDataModule)
-    if is_federated and data.client_test_fraction and (missing := data.lacks("test")):
+    if not isinstance(data, FederatedDataModule) or not data.client_test_fraction:
+        return
+    if missing := data.lacks("test"):
         rank_zero_warn(
             "data.client_test_fraction: these examples are neither trained on nor tested, because test "
             f"needs a {missing} in {type(data.source).__name__}: add one, or set 0 (client_val_fraction is "
