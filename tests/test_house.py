@@ -56,7 +56,7 @@ CAPS = {
     "engines": (3848, 19),
     "experiments": (2659, 12),
     "federation": (10733, 57),
-    "flower": (7941, 38),
+    "flower": (7981, 38),
     "kernels": (1635, 11),
     "models": (1478, 8),
     "nas": (10678, 45),

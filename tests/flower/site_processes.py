@@ -2,10 +2,8 @@
 
 import multiprocessing
 import os
-import queue
 import sys
 import tempfile
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from fl_lightning.cli.network.site import serve_site
 from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.transport.channel import ask, state_of
+from fl_lightning.flower.transport.channel import LoopbackChannel
 from fl_lightning.flower.transport.resident import log_to
 from fl_lightning.models import ImageClassifier
 
@@ -113,36 +111,6 @@ def _site(name, folder, own, clients, policy):
     key = folder / f"{name}.key"
     given = {"clients": clients, "socket": socket, "memory": memory, "sum_key": key}
     serve_site(Policy(name=name, **given, **policy), own)
-
-
-class LoopbackChannel:
-    """A channel to sites on this machine over their sockets; each order has a thread.
-
-    Args:
-        sites: path of the socket of each site, by name.
-    """
-
-    def __init__(self, sites):
-        self._paths, self._came, self._waiting = dict(sites), queue.SimpleQueue(), set()
-
-    def sites(self):
-        free = self._paths.keys() - self._waiting
-        return sorted(name for name in free if state_of(self._paths[name]) == "idle")
-
-    def send(self, site, message, ttl):
-        self._waiting.add(site)
-        threading.Thread(target=self._ask, args=[site, message, ttl], daemon=True).start()
-
-    def receive(self, seconds):
-        try:
-            return [self._came.get(block=seconds > 0, timeout=seconds or None)]
-        except queue.Empty:
-            return []
-
-    def _ask(self, site, message, ttl):
-        outcome = ask(self._paths[site], message, ttl)
-        self._waiting.discard(site)
-        self._came.put((site, outcome))
 
 
 class Sites:

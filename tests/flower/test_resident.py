@@ -14,13 +14,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
-from flower.site_processes import LoopbackChannel
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network import supervision
 from fl_lightning.flower.network.supervision import Program, Supervisor
 from fl_lightning.flower.transport import resident as resident_module
-from fl_lightning.flower.transport.channel import ask, state_of
+from fl_lightning.flower.transport.channel import LoopbackChannel, ask, state_of
 from fl_lightning.flower.transport.resident import Resident
 
 RESIDENT = [sys.executable, "-m", "fl_lightning.flower.transport.resident"]
