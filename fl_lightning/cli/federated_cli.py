@@ -341,7 +341,7 @@ class FederatedCLI(LightningCLI):
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, RunReport) and callback.waits_for_test:
                     callback.finish(self.trainer)
-        report_whereabouts(self.trainer)
+        report_whereabouts(self.trainer, data)
 
     def after_predict(self) -> None:
         """Print the path of the predictions."""

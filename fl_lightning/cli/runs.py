@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -96,9 +96,8 @@ _EVALUATIONS = (
 )
 
 
-def _evaluations(trainer: Trainer) -> list[str]:
+def _evaluations(module: LightningModule, data: LightningDataModule | None) -> list[str]:
     """Return the commands that the module and the data have what it takes for."""
-    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     return [
         command
         for command, step, loader in _EVALUATIONS
@@ -107,8 +106,13 @@ def _evaluations(trainer: Trainer) -> list[str]:
     ]
 
 
-def report_whereabouts(trainer: Trainer) -> None:
-    """Print the paths of checkpoints, logs and report, and the next commands."""
+def report_whereabouts(trainer: Trainer, data: LightningDataModule | None) -> None:
+    """Print the paths of checkpoints, logs and report, and the next command.
+
+    Args:
+        trainer: of the fit.
+        data: of the run; after a fit in child processes the Trainer has none.
+    """
     folder = run_folder(trainer)  # a collective call: every process has to make it
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
@@ -130,7 +134,10 @@ def report_whereabouts(trainer: Trainer) -> None:
     if configuration.exists() and saved_models(trainer):
         best = shown_path([*saved_models(trainer)][-1])
         where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
-        lines += [f"next:       fl-lightning {each} {where}" for each in _evaluations(trainer)[:1]]
+        lines += [
+            f"next:       fl-lightning {each} {where}"
+            for each in _evaluations(trainer.lightning_module, data)[:1]
+        ]
     print("\n".join(["", *map(in_columns, lines)]))
 
 
