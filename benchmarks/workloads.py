@@ -128,6 +128,9 @@ _cifar = Workload(
     cohort=50,
     batch_size=10,
 )
+_cifar100 = replace(
+    _cifar, num_classes=100, num_clients=500, examples=(100, 100), cohort=2, local_steps=2
+)
 _cross_device = Workload(
     title="logistic regression, 200 of 10,000 clients",
     network=_letters,
@@ -224,27 +227,17 @@ WORKLOADS = {
         vocabulary=50_304,
     ),
     "V-tiny": replace(
-        _cifar,
+        _cifar100,
         title="ViT-tiny, 2 of 500 clients, 2 local steps",
         network=networks.tiny_vit,
-        num_classes=100,
-        num_clients=500,
-        examples=(100, 100),
-        cohort=2,
         batch_size=32,
-        local_steps=2,
         momentum=0.9,
     ),
     "R-18": replace(
-        _cifar,
+        _cifar100,
         title="ResNet-18 with group norm, 2 of 500 clients, 2 local steps",
         network=networks.resnet18_gn,
-        num_classes=100,
-        num_clients=500,
-        examples=(100, 100),
-        cohort=2,
         batch_size=20,
-        local_steps=2,
     ),
     "W5": replace(
         _cross_device,

@@ -28,7 +28,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -82,15 +82,9 @@ class HeadFit(ABC):
         labels: gets the labels (B,) from a batch.
         logits: passes a batch through the module, including the head.
 
-    Attributes:
-        exchanges_once: whether `fit` calls ``reduce`` once, with the sums of `sums` over the given owners,
-            so that owners may be remote clients.
-
     Raises:
         ConfigurationError: if an option is out of range.
     """
-
-    exchanges_once: ClassVar[bool] = False
 
     regularisation: float = 1.0
     labels: Labels = batch_labels
@@ -133,9 +127,13 @@ class HeadFit(ABC):
     ) -> FittedHead:
         """Fit the classifier by exchanges of sums."""
 
+
+class OneExchange(HeadFit):
+    """Base of fits that need one sum over owners, who may therefore be remote clients."""
+
+    @abstractmethod
     def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Sums that an owner sends, in float64, if owners send them only once."""
-        raise NotImplementedError
+        """Sums that an owner sends, in float64; `fit` adds them over owners, and calls ``reduce`` once."""
 
 
 def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits) -> Tensor:
@@ -268,7 +266,7 @@ def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RidgeHead(HeadFit):
+class RidgeHead(OneExchange):
     """Fit the head by ridge regression, with a single exchange of sums.
 
     Its outputs approximate the one-hot labels, so as logits they are flat: the probabilities are far
@@ -289,8 +287,6 @@ class RidgeHead(HeadFit):
         >>> head.weight.squeeze(1), head.bias
         (tensor([-0.4000,  0.4000], dtype=torch.float64), tensor([ 1.1000, -0.1000], dtype=torch.float64))
     """
-
-    exchanges_once: ClassVar[bool] = True
 
     temperature: float = 1.0
 

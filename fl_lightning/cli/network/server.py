@@ -36,6 +36,7 @@ from fl_lightning.flower.transport.apps import CONFIGURATION
 from fl_lightning.flower.transport.channel import Channel
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
+from fl_lightning.sparsity.heads import OneExchange
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
@@ -199,7 +200,7 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
             "MaskCalibration: masks of the clients' own are simulated only: set per_client to false"
         )
     fit, private = calibration.head_fit, options.client_privacy
-    if fit is not None and not fit.exchanges_once:
+    if fit is not None and not isinstance(fit, OneExchange):
         raise ConfigurationError(
             f"MaskCalibration: head {type(fit).__name__} exchanges sums many times, which is simulated "
             "only: use RidgeHead, train or freeze"

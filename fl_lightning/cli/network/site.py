@@ -35,6 +35,7 @@ from fl_lightning.flower.site.fit import AtSite, Fit
 from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.site.site import Site
 from fl_lightning.flower.transport.resident import log_to, serve
+from fl_lightning.sparsity.heads import OneExchange
 from fl_lightning.sparsity.masks.mask import Mask
 
 # switches off what only the server's Trainer does
@@ -209,7 +210,7 @@ class SiteCalibration:
     def _sums(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
         """Return for each client its id, 0, and its sums for the linear head."""
         fit = self._calibration.head_fit
-        if fit is None or not fit.exchanges_once:
+        if not isinstance(fit, OneExchange):
             raise OrderRefused("policy", "this run fits no head by one exchange of sums")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         owners, module = clients_as_owners(data), trainer.lightning_module
