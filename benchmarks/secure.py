@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1_000_000, help="numbers, default %(default)s")
     parser.add_argument("--clients", default="10,100", help="default %(default)s")
     parser.add_argument("--dropped", default="0,0.2", help="fractions, default %(default)s")
-    parser.add_argument("--rivals", choices=["flwr"], help="measured beside ours")
+    parser.add_argument("--rivals", default="", choices=["", "flwr"], help="beside ours")
     parser.add_argument("--paillier", type=int, default=10_000, help="integers with Paillier")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -42,14 +42,18 @@ class LocalWork:
 
 
 class WorkPlan:
-    """Draws the work of the clients of one data module."""
+    """Draws the work of the clients of one data module.
+
+    Attributes:
+        num_examples: number of training examples of each client, int64, shape (num_clients,).
+    """
 
     def __init__(self, data: FederatedDataModule, local_work: LocalWork) -> None:
         self._local_work = local_work
         self._data = data
         self._clients, self._batch_size = data.clients, data.batch_size
         self._drop_last = data.drop_last
-        self._update_weights = data.update_weights
+        self.num_examples, self._update_weights = data.clients.num_examples, data.update_weights
         self._weights = data.draw_weights
 
     def of(self, clients: Sequence[int], rounds: int | Sequence[int]) -> GroupWork:
@@ -85,11 +89,6 @@ class WorkPlan:
             rounds=np.array(rounds, np.int64),
             root_seed=amount.seed,
         )
-
-    def num_examples(self, clients: Sequence[int]) -> list[int]:
-        """Number of training examples of each of some clients."""
-        counts: list[int] = self._clients.num_examples[list(clients)].tolist()
-        return counts
 
     def _order(self, shard: Tensor, client: int, round_index: int) -> tuple[Tensor, list[int]]:
         """Return the order of a client's examples, and the sizes of its batches."""

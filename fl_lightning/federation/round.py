@@ -88,7 +88,8 @@ class Round:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
         record, lost_before, ahead = self.record, len(self.record.lost), self.clients.stages_ahead
-        work = self.clients.plan.of(cohort, self.server.round_index)
+        plan = self.clients.plan
+        work = plan.of(cohort, self.server.round_index)
         for stage in self.stages.having["work"]:  # whose updates will arrive
             work = stage.work(work, record)
         starts = self.stages.down(self.server.model, work)  # the models they receive
@@ -104,7 +105,7 @@ class Round:
                     else:
                         for upload in ahead.up(sent) if ahead.having["up"] else (sent,):
                             self.server.receive(upload.arrived)
-                            counts = self.clients.plan.num_examples(upload.made.client_ids)
+                            counts = plan.num_examples[upload.made.client_ids].tolist()
                             record.add(upload.made, counts, upload.num_bytes, error=upload.error)
                         ended = sent.made.client_ids
                     record.finished += ended

@@ -130,7 +130,7 @@ class WorkElsewhere(WorkPlan):
 
     def __init__(self, data: FederatedDataModule, seed: int) -> None:
         super().__init__(data, LocalWork(None, None, accumulate=1, seed=seed))
-        self._seed, self._num_examples = seed, data.clients.num_examples
+        self._seed = seed
 
     @override
     def of(self, clients: Sequence[int], rounds: int | Sequence[int]) -> GroupWork:
@@ -138,7 +138,7 @@ class WorkElsewhere(WorkPlan):
         chosen, nothing = np.array(clients, np.int64), np.empty(0, np.int64)
         return GroupWork(
             client_ids=chosen,
-            num_examples=self._num_examples[chosen],
+            num_examples=self.num_examples[chosen],
             order=torch.from_numpy(nothing),
             sizes=nothing,
             num_steps=np.zeros_like(chosen),
