@@ -133,7 +133,7 @@ def canary_scores(
             if mean.grid is not None:
                 drawn = mechanism.server_noise(mean.grid, size, source.stream(index))
                 steps = mechanism.released(mean.total, torch.from_numpy(drawn))
-                mechanism.stepped()
+                mechanism.commit()
                 released = (mean.grid.value(steps) / mechanism.expected).float()
             score += float(released @ canary)
         scores.append(score)
