@@ -60,6 +60,7 @@ class NASBench201(RowSpace):
         ... )
         >>> space.canonical(cell)
         '((0)@nor_conv_3x3)@avg_pool_3x3+(0)@nor_conv_3x3+((0)@nor_conv_3x3)@nor_conv_3x3+0'
+        >>> import torch
         >>> network = space.build(cell, num_classes=10, channels=4, cells=1)
         >>> network(torch.zeros(2, 3, 8, 8)).shape
         torch.Size([2, 10])
