@@ -72,6 +72,8 @@ CATEGORIES = {
     "other": "something that has no category",
 }
 
+Category = Annotated[str, partial(check_choice, choices=CATEGORIES)]
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -86,7 +88,7 @@ class Failure:
         "training raised an error; the site's log has more under 0123456789abcdef"
     """
 
-    category: Annotated[str, partial(check_choice, choices=CATEGORIES)]
+    category: Category
     id: Annotated[str, partial(check_hex, digits=16)] = field(
         default_factory=lambda: secrets.token_hex(8)
     )
@@ -172,7 +174,6 @@ Clients = Annotated[tuple[int, ...], _check_clients]
 Digest = Annotated[str, partial(check_hex, digits=64)]
 Kind = Literal["hello", "calibrate", "train", "sum", "evaluate", "stop"]
 KINDS: tuple[str, ...] = get_args(Kind)
-NO_RUN = "0" * 32
 
 
 def digest(content: bytes) -> str:
@@ -185,8 +186,6 @@ class _Message:
     """Fields that orders and answers have in common.
 
     Attributes:
-        run: id of the run, 32 hexadecimal digits; a resumed run keeps its id.
-        round: number of the round, ≥ 0.
         options: further values, plain JSON.
         tensors: tensors on the CPU, by name.
         version: version of fl_lightning, which must be the same at the server and the sites.
@@ -196,8 +195,6 @@ class _Message:
     """
 
     NAME: ClassVar[str]
-    run: Annotated[str, partial(check_hex, digits=32)]
-    round: Number
     options: Options = field(default_factory=dict)
     tensors: Tensors = field(default_factory=dict)
     version: str = field(default_factory=lambda: package_version())
@@ -245,6 +242,8 @@ class Order(_Message):
         kind: ``hello`` begins a run and asks for facts about the site, ``calibrate`` asks for scores or
             sums for a mask or a head, ``train`` for updates, ``sum`` for a stage of a hidden sum,
             ``evaluate`` for metrics; ``stop`` ends the run at the site.
+        run: id of the run, 32 hexadecimal digits; a resumed run keeps its id.
+        round: number of the round, ≥ 0.
         configuration: SHA-256 of the configuration of the run.
         clients: clients of the order; at least one for ``train``.
         counted: last round in which the update of each client counted, -1 for none. It has all
@@ -259,6 +258,8 @@ class Order(_Message):
 
     NAME = "order"
     kind: Kind
+    run: Annotated[str, partial(check_hex, digits=32)]
+    round: Number
     configuration: Digest
     clients: Clients = ()
     counted: Mapping[int, int] = field(default_factory=dict)
@@ -295,10 +296,6 @@ def _check_steps(what: str, steps: Any) -> None:
         raise MessageError(f"{what} must be ≥ 0, got {steps}")
 
 
-def _check_category(what: str, category: Any) -> None:
-    check_choice(f"{what} of a client", category, CATEGORIES)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientAnswer:
     """One client's part of an answer.
@@ -326,7 +323,7 @@ class ClientAnswer:
     effective_steps: Annotated[float, _check_steps] | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     facts: Mapping[str, Real] = field(default_factory=dict)
-    failure: Annotated[str, _check_category] | None = None
+    failure: Category | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -343,9 +340,8 @@ class Answer(_Message):
     """Answer of a site to an order.
 
     Attributes:
-        kind: kind of the order; ``refusal`` if the order could not be read, see `refusal`.
         site: name of the site.
-        order: SHA-256 of the order's bytes, see `digest`.
+        order: SHA-256 of the order's bytes, see `digest`; it stands for kind, run and round of the order.
         clients: results of the clients of the order.
         tensors: ``<client>/payload`` (bytes as uint8) and ``<client>/stage/<key>/<name>`` of clients
             that did not fail, ``stage/<key>/<name>`` of the site as a whole.
@@ -353,7 +349,6 @@ class Answer(_Message):
     """
 
     NAME = "answer"
-    kind: Literal["hello", "calibrate", "train", "sum", "evaluate", "stop", "refusal"]
     site: str
     order: Digest
     clients: tuple[ClientAnswer, ...] = ()
@@ -375,38 +370,5 @@ class Answer(_Message):
             form = form_of(name, tensor)
             if is_payload and (form[0], len(form[1])) != ("U8", 1):
                 raise MessageError(f"{name} must be bytes, a uint8 tensor of one dimension")
-        if self.failure is None and self.kind == "refusal":
-            raise MessageError("a refusal must have a failure")
         if self.failure is not None and (self.clients or self.options or self.tensors):
             raise MessageError("an answer with a failure has no clients, options or tensors")
-
-    @staticmethod
-    def refusal(content: bytes, *, site: str, failure: Failure) -> Answer:
-        """Return the answer to bytes that this site cannot read as an order."""
-        return Answer(
-            kind="refusal", run=NO_RUN, round=0, site=site, order=digest(content), failure=failure
-        )
-
-    def check_answers(self, order: Order, order_digest: str) -> None:
-        """Raise if the answer does not belong to an order, or has clients that the order does not have.
-
-        Args:
-            order: order that was sent.
-            order_digest: SHA-256 of the bytes of the order, see `digest`.
-
-        Raises:
-            MessageError: naming the difference.
-        """
-        if self.order != order_digest:
-            raise MessageError(f"{self.site} answers another order, {self.order[:16]}…")
-        ours = (order.kind, order.run, order.round)
-        if self.kind != "refusal" and (self.kind, self.run, self.round) != ours:
-            raise MessageError(
-                f"{self.site} answers {self.kind} of round {self.round} of run {self.run}, asked was "
-                f"{order.kind} of round {order.round} of run {order.run}"
-            )
-        asked = set(order.clients)
-        if others := [c.client for c in self.clients if order.clients and c.client not in asked]:
-            raise MessageError(
-                f"{self.site} answers for clients that were not asked: {shown(others)}"
-            )

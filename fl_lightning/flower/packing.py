@@ -35,9 +35,11 @@ from fl_lightning.federation import Transport
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.updates.message import Agreement, Message, MessageKind, decode, encode
+from fl_lightning.updates.path import Broadcast
 from fl_lightning.updates.payload import Dense
 
 _NO_MASK = "0" * 32
+_UNCHANGED = Broadcast((), seed=0)
 
 
 class Packing:
@@ -117,11 +119,8 @@ class Packing:
 
     def model(self, model: GlobalModel, round_index: int, *, whole: bool = False) -> Tensor:
         """Return the bytes of a model, uint8 of shape (n,), compressed as configured unless ``whole``."""
-        payload = None
-        names: tuple[str, ...] = ()
-        if not whole:
-            payload = self._broadcast.send(model.params, model.buffers, round_index).payload
-            names = self._broadcast.names
+        broadcast = _UNCHANGED if whole else self._broadcast
+        payload = broadcast.send(model.params, model.buffers, round_index).payload
         message = Message(
             "model",
             space=self._agreed,
@@ -129,7 +128,7 @@ class Packing:
             client_id=0,
             params=Dense(model.params) if payload is None else payload,
             buffers=Dense(model.buffers),
-            transforms=names,
+            transforms=broadcast.names,
         )
         return as_tensor(encode(message))
 
@@ -139,15 +138,11 @@ class Packing:
         Raises:
             MessageError: for bytes that are not one of this round and this space.
         """
-        size, device = self._space.size, self._space.device
-        num_params = size if whole else self._broadcast.num_sent(size)
-        names = () if whole else self._broadcast.names
+        broadcast, device = _UNCHANGED if whole else self._broadcast, self._space.device
+        num_params, names = broadcast.num_sent(self._space.size), broadcast.names
         agreed = self._agreement("model", round_index, num_params, self._num_buffers, names)
         message = decode(bytes_of(data), agreed)
-        if whole:
-            params = message.params.to_dense()
-        else:
-            params = self._broadcast.opened(message.params, round_index, self._like)
+        params = broadcast.opened(message.params, round_index, self._like)
         self._check(params)
         return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
 

@@ -1,25 +1,14 @@
 """The policy of a site: its name, clients and permissions, in ``site.yaml``, which only the site's people write.
 
     name: hospital_a
-    server: fl.example.org:8443  # address of the server
+    server: fl.example.org:8443
     clients: [3, 4]              # global ids; or {3: 0, 4: 1}, with positions in the site's own data
     socket: site.sock            # relative to the folder of this file
-    memory: memory               # folder of the clients' state
-    fewest_in_secure_sum: 3      # smallest number of clients in a secure sum
-    most_epsilon: {epsilon: 1.0, delta: 1.0e-5, per: year} # of each client, over all runs; a number alone: for
-                                 # ever, at δ 1e-5; null: also runs without privacy
-    log_unprotected: false       # whether metrics and norms without noise may leave
-    metrics: ["*"]               # patterns of the metrics that may leave
-    most_bytes: 2000000000       # size of an order
-    most_steps: 100000           # local steps of a client per order
-    most_parameters: 2000000000  # size of the model
-    most_minutes: 720            # time for an order
-    classes: [my_project.*]      # that the server may name, beside `class_paths.DEFAULT`
-    signing_key: signing.key     # 32 bytes; signs the site's messages in secure sums
-    sum_key: sum.key             # 32 bytes that all sites share and the server never has, for EncryptedMean
-    peers: {hospital_a: …}       # public signing keys of all sites, as `network init` wrote them
+    memory: memory
+    most_epsilon: {epsilon: 1.0, delta: 1.0e-5, per: year} # a number alone: for ever, at δ 1e-5
+    classes: [my_project.*]      # beside `class_paths.DEFAULT`
 
-``name``, ``clients``, ``socket`` and ``memory`` are required.
+``name``, ``clients``, ``socket`` and ``memory`` are required; `Policy` has all options.
 """
 
 from __future__ import annotations
@@ -32,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import MessageError, check_hex, check_whole, shown
@@ -43,6 +32,9 @@ from fl_lightning.flower.layers import laid_over, shared_part, without_callbacks
 from fl_lightning.flower.messages import Site
 from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.transport.resident import check_socket_path
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 __all__ = ["Policy", "Refused"]
 
@@ -155,14 +147,20 @@ class Policy:
             raise ConfigurationError("\n".join(errors))
 
     @property
+    def private_key(self) -> Ed25519PrivateKey | None:
+        """Key that signs the site's messages; None without one."""
+        if self.signing_key is None:
+            return None
+        # not above: without a key a site needs no cryptography
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        return Ed25519PrivateKey.from_private_bytes(self.signing_key.read_bytes())
+
+    @property
     def public_key(self) -> str:
         """Public half of the signing key, 64 hexadecimal digits; empty without a key."""
-        if self.signing_key is None:
-            return ""
-        # not above: without a key a site needs no cryptography
-        from fl_lightning.secure.protocol.keys import SigningKey
-
-        return SigningKey(self.signing_key.read_bytes()).public.hex()
+        key = self.private_key
+        return "" if key is None else key.public_key().public_bytes_raw().hex()
 
     @property
     def sum_key_fingerprint(self) -> str:
@@ -172,21 +170,6 @@ class Policy:
         from fl_lightning.flower.sums import SumKey
 
         return SumKey(self.sum_key).fingerprint
-
-    def check_configuration(self, configuration: Mapping[str, Any]) -> dict[str, Any]:
-        """Raise if a configuration names a class that is not allowed; nothing is imported before.
-
-        Args:
-            configuration: nested mappings, as read from YAML.
-
-        Returns:
-            The configuration with full class paths instead of short names.
-
-        Raises:
-            Refused: naming the option and the path.
-        """
-        found: dict[str, Any] = checked(dict(configuration), self.classes)
-        return found
 
     def site_configuration(
         self, shared: Mapping[str, Any], own: Mapping[str, Any]
@@ -204,7 +187,7 @@ class Policy:
             Refused: if the server's configuration names a class that is not allowed, or has a number that
                 is too large.
         """
-        lower = self.check_configuration(shared_part(shared))
+        lower = checked(shared_part(shared), self.classes)
         for place, most in (
             (("num_threads",), max(MOST_THREADS, os.cpu_count() or 1)),
             (("trainer", "max_epochs"), MOST_ROUNDS),
@@ -248,18 +231,17 @@ class Policy:
                 "that they add themselves: use LocalDP, or DistributedDP with SecureMean"
             )
 
-    def clients_here(self, asked: tuple[int, ...]) -> list[int]:
-        """Return the positions of clients in the site's data.
+    def check_clients(self, asked: tuple[int, ...]) -> None:
+        """Raise if a client is not at this site.
 
         Raises:
-            Refused: if a client is not at this site.
+            Refused: naming the clients.
         """
         if others := [client for client in asked if client not in self.clients]:
             raise Refused(
                 f"clients: {shown(others)} are not at this site, which has "
                 f"{shown(sorted(self.clients))}"
             )
-        return [self.clients[client] for client in asked]
 
 
 def check_most(what: str, number: Any, most: float) -> None:

@@ -29,7 +29,6 @@ from fl_lightning.flower.server.greeting import SiteFacts
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys
-from fl_lightning.secure.protocol.keys import Directory
 from fl_lightning.secure.protocol.session import Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
 
@@ -67,11 +66,9 @@ class SecureStage:
                 f"the session is of {number} clients, got {len(self.clients)} at {len(self.sites)} sites"
             )
 
-    def directory(self, keys: Mapping[str, bytes]) -> Directory | None:
-        """Return the public keys of clients by place, from those of sites; None if nothing is signed."""
-        if not self.session.active:
-            return None
-        return Directory({at: keys.get(site, b"") for at, site in enumerate(self.sites)})
+    def directory(self, keys: Mapping[str, bytes]) -> dict[int, bytes]:
+        """Return the public keys of clients by place, from those of sites."""
+        return {at: keys.get(site, b"") for at, site in enumerate(self.sites)}
 
 
 def rules_of(secure_sum: SecureSum) -> dict[str, Any]:

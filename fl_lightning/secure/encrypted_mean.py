@@ -11,7 +11,6 @@ Differs: the most sensitive coordinates are those that have moved most so far, w
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -40,7 +39,7 @@ from fl_lightning.secure.encryption.encrypted_update import (
 )
 from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierSum
 from fl_lightning.secure.secure_sum import HiddenUpdates
-from fl_lightning.secure.simulation import add_seconds
+from fl_lightning.secure.simulation import timed
 from fl_lightning.server.aggregator import check_whole
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost, SumsAtSites, Terms
 
@@ -243,20 +242,19 @@ class EncryptedMean(HiddenUpdates):
             ConfigurationError: if the update has a mask of the client's own.
             RoundFailure: if a number is too large for the scheme.
         """
-        counted, began = min(update.num_examples, self.max_examples), time.process_time()
+        counted = min(update.num_examples, self.max_examples)
         self._counted[update.client_id] = counted
         if self._adds_at_sites is not None:  # the update is at its site
             return
         check_whole(update, "EncryptedMean")
         try:
-            sent = self._round.encrypt(update.delta, counted, update.client_id)
+            with timed(self._cost, "client_seconds"):
+                sent = self._round.encrypt(update.delta, counted, update.client_id)
         except ValueError as error:
             self._forget_contexts()
             raise RoundFailure(f"client {update.client_id}'s update: {error}") from error
-        add_seconds(self._cost, "client_seconds", began)
-        began = time.process_time()
-        self._total = self._round.plus(self._total, sent, counted)
-        add_seconds(self._cost, "server_seconds", began)
+        with timed(self._cost, "server_seconds"):
+            self._total = self._round.plus(self._total, sent, counted)
         self._cost.bytes_up[update.client_id] = sent.num_bytes
 
     @property
@@ -292,9 +290,8 @@ class EncryptedMean(HiddenUpdates):
 
     def _mean_here(self) -> Tensor:
         assert self._total is not None
-        began = time.process_time()
-        mean = self._round.mean(self._total, sum(self._counted.values()))
-        add_seconds(self._cost, "client_seconds", began)
+        with timed(self._cost, "client_seconds"):
+            mean = self._round.mean(self._total, sum(self._counted.values()))
         # the first client of the round gets the sum and sends back float32
         first = next(iter(self._counted))
         self._cost.bytes_up[first] += 4 * len(mean)

@@ -44,14 +44,10 @@ class SecureSum:
 
     Args:
         bits: bits of the ring, from 1 to 64, as those of the quantiser.
-        threshold: share of a cohort, from 1/2 to below 1: more clients must answer at every stage.
-            Not used with a sparse graph, which has a threshold of its own.
-        sparse: graph of the pairs of clients that share pads, for large cohorts; None for all pairs.
-        active: True for protection from a server that breaks the rules; the threshold is then at least
-            2/3. None to choose True if that costs less than a fifth of the time: for vectors of
-            ``ACTIVE_FROM`` bytes or more, unless ``threshold`` or ``sparse`` rules it out.
-        protocol: ``"run"`` runs the protocol; ``"count"`` returns the same sum and numbers of bytes
-            without the protocol, which protects nothing and is for experiments.
+        threshold: see `SecureMean`; not used with a sparse graph, which has a threshold of its own.
+        sparse: see `SecureMean`.
+        active: see `SecureMean`; None for True from vectors of ``ACTIVE_FROM`` bytes on.
+        protocol: see `SecureMean`.
         run: id of the run; random, unless messages are to be repeated byte for byte.
         min_survivors: smallest number of vectors in a sum, if that is more than the threshold.
 
@@ -230,7 +226,7 @@ class HiddenIntegers(HiddenUpdates):
     """Base of aggregators that add up integers by a secure sum in every round.
 
     Clients without an update have dropped out before they sent a vector. All vectors are kept until the sum,
-    because one may have to be left out; only their sum is kept if that cannot happen.
+    because each is padded; without the protocol only their sum is kept.
 
     Attributes:
         clients: clients with a vector in the open round.
@@ -263,10 +259,7 @@ class HiddenIntegers(HiddenUpdates):
     @override
     def open(self, like: Tensor) -> None:
         self._like, self._ring = like, Ring(self._secure_sum.bits)
-        # without all vectors, no client can be left out of the sum later; in a sparse graph one
-        # may be whose neighbours are gone
-        is_sparse = self._secure_sum.sparse is not None
-        self._keeps_vectors = self._secure_sum.protocol == "run" or is_sparse
+        self._keeps_vectors = self._secure_sum.protocol == "run"
         self.protection_cost = ProtectionCost()
         self.clients: list[int] = []
         self._missing: list[int] = []

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fl_lightning.secure.entropy import Entropy, system_entropy
 from fl_lightning.secure.protocol.client import SecureClient
-from fl_lightning.secure.protocol.keys import KEY_SIZE, Directory, SigningKey
+from fl_lightning.secure.protocol.keys import KEY_SIZE
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
     AnyMessage,
@@ -103,20 +105,17 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
             cost.bytes_down[place] += len(data)
             if first_silent.get(place, stage + 1) <= stage:
                 continue
-            began = time.process_time()
             try:
-                answer = clients[place].receive(data) if data else clients[place].advertise()
+                with timed(cost, "client_seconds"):
+                    answer = clients[place].receive(data) if data else clients[place].advertise()
             except RefusedError:  # with too few neighbours left: the client drops out
                 first_silent[place] = stage
                 continue
-            add_seconds(cost, "client_seconds", began)
-            began = time.process_time()
-            server.receive(answer)
-            add_seconds(cost, "server_seconds", began)
+            with timed(cost, "server_seconds"):
+                server.receive(answer)
             cost.bytes_up[place] += len(answer)
-        began = time.process_time()
-        incoming = server.close_stage()
-        add_seconds(cost, "server_seconds", began)
+        with timed(cost, "server_seconds"):
+            incoming = server.close_stage()
     return HiddenSum(server.total, server.survivors, cost)
 
 
@@ -126,19 +125,24 @@ def no_cost(clients: Iterable[int]) -> ProtectionCost:
     return ProtectionCost(Counter(nothing), Counter(nothing))
 
 
-def add_seconds(cost: ProtectionCost, purpose: str, since: float) -> None:
-    """Add the CPU seconds of this process since a `time.process_time` to a cost."""
-    cost.seconds[purpose] = cost.seconds.get(purpose, 0.0) + time.process_time() - since
+@contextmanager
+def timed(cost: ProtectionCost, purpose: str) -> Iterator[None]:
+    """Add the CPU seconds of this process inside the block to a cost; not those of a block that raises."""
+    began = time.process_time()
+    yield
+    cost.seconds[purpose] = cost.seconds.get(purpose, 0.0) + time.process_time() - began
 
 
 def _parties(
     session: Session, vectors: Mapping[int, RingIntegers], entropy_of: Callable[[int], Entropy]
 ) -> tuple[dict[int, SecureClient], SecureServer]:
     sources = {place: entropy_of(place) for place in sorted(vectors)}
-    signing, directory = {}, None
-    if session.active:
-        signing = {place: SigningKey(source(KEY_SIZE)) for place, source in sources.items()}
-        directory = Directory({place: key.public for place, key in signing.items()})
+    signing = {
+        place: Ed25519PrivateKey.from_private_bytes(source(KEY_SIZE))
+        for place, source in sources.items()
+        if session.active
+    }
+    directory = {place: key.public_key().public_bytes_raw() for place, key in signing.items()}
     clients = {
         place: SecureClient(
             session,

@@ -22,6 +22,7 @@ from torch import Tensor
 from fl_lightning.secure.entropy import Draws
 from fl_lightning.secure.ring import Ring, RingIntegers
 
+ACCURACY = 1e-6  # of a mean, by default
 MOST_LEVELS = 1 << 48
 CHUNK = 1 << 14  # numbers at a time, whose intermediate results fit into the cache
 
@@ -77,6 +78,56 @@ class SumQuantiser:
                 f"max_examples {self.max_examples} = {self.largest_sum} must be below 2^{self.bits}"
                 f" = {modulus}; {self._remedy()}"
             )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        num_clients: int,
+        clip: float,
+        levels: int | None,
+        max_examples: int,
+        bits: int | None,
+        least: int,
+    ) -> SumQuantiser:
+        """Return a quantiser with levels and bits that fit each other, where they are not given.
+
+        Args:
+            num_clients: largest number of vectors in a sum.
+            clip: c.
+            levels: L; None for the power of two with means within `ACCURACY`, or the most that the bits hold.
+            max_examples: largest weight of a client.
+            bits: bits of the ring; None for the fewest that hold a sum.
+            least: smallest number of levels that is chosen.
+
+        Raises:
+            ValueError: if an option is outside its range, or the ring cannot hold a sum.
+
+        Example:
+            >>> options = {"num_clients": 5, "clip": 1.0, "max_examples": 1024, "least": 2**16}
+            >>> [SumQuantiser.of(levels=None, bits=b, **options).levels for b in (None, 32)]
+            [4194304, 524288]
+        """
+
+        def made(levels: int) -> SumQuantiser:
+            fewest = max(1, min(64, (num_clients * levels * max_examples).bit_length()))
+            return cls(
+                num_clients=num_clients,
+                clip=clip,
+                levels=levels,
+                max_examples=max_examples,
+                bits=bits or fewest,
+            )
+
+        if levels is not None:
+            return made(levels)
+        made(least)  # raises if not even this many levels fit
+        wanted = 1 << max(
+            0, math.ceil(math.log2(4 * clip / ACCURACY))
+        )  # float32 has the other half
+        held = ((1 << (bits or 64)) - 1) // (num_clients * max_examples)
+        fitting = 1 << max(0, held.bit_length() - 1)
+        return made(max(least, min(wanted, fitting, MOST_LEVELS)))
 
     @property
     def largest_sum(self) -> int:
@@ -156,30 +207,3 @@ class SumQuantiser:
         if needed <= 64:
             return f"use bits of at least {needed}, or fewer levels"
         return "use fewer levels or smaller max_examples: bits are at most 64"
-
-
-def fine_levels(
-    *, num_clients: int, clip: float, max_examples: int, bits: int, accuracy: float, least: int
-) -> int:
-    """Return the number of levels for means within ``accuracy``, or the most that the ring holds.
-
-    Args:
-        num_clients: largest number of vectors in a sum.
-        clip: c.
-        max_examples: largest weight of a client.
-        bits: bits of the ring.
-        accuracy: largest error of the mean; half of it is left to float32.
-        least: smallest number of levels, whether it fits or not.
-
-    Returns:
-        A power of two.
-
-    Example:
-        >>> options = {"num_clients": 5, "clip": 1.0, "max_examples": 1024, "least": 2**16}
-        >>> [fine_levels(bits=bits, accuracy=1e-6, **options) for bits in (64, 32)]
-        [4194304, 524288]
-    """
-    wanted = 1 << max(0, math.ceil(math.log2(4 * clip / accuracy)))
-    held = ((1 << bits) - 1) // (num_clients * max_examples)
-    fitting = 1 << max(0, held.bit_length() - 1)
-    return max(least, min(wanted, fitting, MOST_LEVELS))

@@ -29,7 +29,7 @@ from fl_lightning.core.container import read, size_of, write
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.flower.messages import Answer, Order
-from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.protocol import messages as secure
 from fl_lightning.secure.protocol.session import Session
 from fl_lightning.sparsity import Mask, load_mask, save_mask
@@ -83,7 +83,7 @@ def encrypted():
     update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0, -2.0]), 7)
     yield (
         update.encode(),
-        lambda data: EncryptedUpdate.decode(data, num_ciphertexts=2, num_clear=2),
+        CKKSLayout(4099, selected=torch.arange(4097)).decoded,
         EncryptedUpdate.encode,
     )
 

@@ -40,7 +40,7 @@ def orders():
 
 
 def answers():
-    about = {"run": RUN, "round": 7, "site": "hospital_a", "order": CONFIGURATION}
+    about = {"site": "hospital_a", "order": CONFIGURATION}
     clients = (
         ClientAnswer(
             client=4,
@@ -54,12 +54,12 @@ def answers():
         ClientAnswer(client=2, failure="not_finite"),
     )
     tensors = {"4/payload": torch.arange(40, dtype=torch.uint8), "4/stage/c/x": torch.ones(2, 3)}
-    yield Answer(kind="train", clients=clients, tensors=tensors, options={"a": [1, {}]}, **about)
-    yield Answer(kind="train", failure=Failure("training", "0123456789abcdef"), **about)
+    yield Answer(clients=clients, tensors=tensors, options={"a": [1, {}]}, **about)
+    yield Answer(failure=Failure("training", "0123456789abcdef"), **about)
     said = {"2/stage/sum/message": torch.arange(5, dtype=torch.uint8)}
     left = ClientAnswer(client=4, failure="sum")
-    yield Answer(kind="sum", clients=(ClientAnswer(client=2), left), tensors=said, **about)
-    yield Answer(kind="hello", tensors={"stage/sums/x": torch.tensor(1.0)}, **about)
+    yield Answer(clients=(ClientAnswer(client=2), left), tensors=said, **about)
+    yield Answer(tensors={"stage/sums/x": torch.tensor(1.0)}, **about)
 
 
 # where bytes or other numbers are waited for
@@ -160,9 +160,6 @@ def any_answer(draw):
                 tensors(st.lists(st.integers(0, 9), min_size=1, max_size=1), [torch.uint8])
             )
     return Answer(
-        kind=draw(st.sampled_from(KINDS)),
-        run=RUN,
-        round=draw(numbers),
         site="hospital_a",
         order=CONFIGURATION,
         clients=tuple(clients),

@@ -10,9 +10,8 @@ from fl_lightning.flower.messages import (
 )
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.sums import SitesOfRound
+from fl_lightning.flower.server.greeting import ClientsAtSites, Counted, Greeting
 from fl_lightning.flower.site.sums import SiteSums
-from fl_lightning.flower.sums import trained_on
 
 RUN = "a" * 32
 SITES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
@@ -80,15 +79,15 @@ class SumSites:
     def send(self, site, message, ttl):
         self.heard.append(message)
         asked = Order.from_bytes(message, limit=10**7)
-        about = {"run": RUN, "round": asked.round, "site": site, "order": digest(message)}
+        about = {"site": site, "order": digest(message)}
         try:
             self.before(site, asked)
             done = self.sums[site].follow(asked)
         except (OrderRefused, Refused) as error:
-            answer = Answer(kind="sum", **about, failure=Failure(category_of(error)))
+            answer = Answer(**about, failure=Failure(category_of(error)))
         else:
             given = {"options": done.options, "tensors": done.tensors}
-            answer = Answer(kind="sum", **about, clients=tuple(done.answers), **given)
+            answer = Answer(**about, clients=tuple(done.answers), **given)
         self.heard.append(self.sent(self.change(asked, answer).to_bytes()))
         self.waiting.append((site, self.heard[-1]))
 
@@ -97,12 +96,7 @@ class SumSites:
         return came
 
 
-def of_round(sites, lost, lr=0.1, round_index=0):
-    """Return the clients of a round as a server asks them; who is lost is noted."""
-    return SitesOfRound(
-        Correspondence(sites, deadline=5.0),
-        SITE_OF,
-        lambda *given: order("sum", *given, round_index=round_index),
-        lost.__setitem__,
-        lambda: trained_on(training(lr)),
-    )
+def remote(sites):
+    """Return the clients of a run as a server asks them."""
+    greeting = Greeting("seed_everything: 0", Counted(RUN), None, lambda: None)
+    return ClientsAtSites(Correspondence(sites, deadline=5.0), greeting, SITE_OF)

@@ -24,7 +24,7 @@ from fl_lightning.client.clocks import VirtualClock
 from fl_lightning.client.devices import Fleet
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.federation.stages.asynchrony import Arrivals
-from fl_lightning.flower.messages import Answer, Order
+from fl_lightning.flower.messages import Answer, Order, digest
 
 ROUNDS = 6
 UNEQUAL = built("client.Devices", speeds=built("client.LogNormalSpeeds", sigma=0.7), jitter=0.1)
@@ -103,15 +103,20 @@ class InOrder(Between):
 
     def __init__(self, sites, order):
         super().__init__(sites)
-        self._order, self._held = list(order), {}
+        self._order, self._held, self._sent = list(order), {}, {}
+
+    def send(self, site, message, ttl):
+        self._sent[digest(message)] = Order.from_bytes(message, limit=2**30)
+        super().send(site, message, ttl)
 
     def receive(self, seconds):
         passed = []
         for site, came in self._channel.receive(seconds):
             answer = Answer.from_bytes(came, limit=2**30)
-            if answer.kind == "train":
+            order = self._sent[answer.order]
+            if order.kind == "train":
                 [client] = answer.clients
-                self._held[client.client, answer.round] = site, came
+                self._held[client.client, order.round] = site, came
             else:
                 passed.append((site, came))
         while self._order and self._order[0] in self._held:

@@ -1,10 +1,11 @@
 """Lines of orders: a site has one at a time, each is answered once, and what is lost is asked again."""
 
+import re
 import time
 
 import pytest
 
-from fl_lightning.flower.messages import Answer, Order, digest
+from fl_lightning.flower.messages import Answer, ClientAnswer, Order, digest
 from fl_lightning.flower.server.correspondence import Correspondence
 
 RUN, CONFIGURATION = "a" * 32, "b" * 64
@@ -21,11 +22,8 @@ def order(number, kind="train", client=0):
     )
 
 
-def answer(site, content):
-    given = Order.from_bytes(content, limit=2**20)
-    return Answer(
-        kind=given.kind, run=RUN, round=given.round, site=site, order=digest(content)
-    ).to_bytes()
+def answer(site, content, **given):
+    return Answer(site=site, order=digest(content), **given).to_bytes()
 
 
 class Sites:
@@ -110,6 +108,21 @@ def test_silence_ends_at_the_deadline_of_each_order_and_a_late_answer_is_not_ano
     assert asked([first]) == [("a", 1, False)]
     assert first.reason == "it did not answer within 2.5 s"
     assert asked([correspondence.next_reply()]) == [("a", 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"site": "b"}, "its answer says that it is b"),
+        ({"clients": (ClientAnswer(client=9),)}, r"for clients that were not asked: \[9\]"),
+    ],
+)
+def test_an_answer_of_another_site_or_for_other_clients_is_none(given, said):
+    content = order(1).to_bytes()
+    channel = Sites(a=[answer(given.pop("site", "a"), content, **given)])
+    [reply] = Correspondence(channel).ask({"a": order(1)})
+    assert reply.answer is None
+    assert re.search(said, reply.reason)
 
 
 def test_what_nobody_wants_to_know_any_more_is_not_sent():

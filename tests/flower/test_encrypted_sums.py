@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flower.made_up_messages import NUMBERS
-from flower.sum_sites import CLIENTS, RUN, SITE_OF, SITES, SumSites, of_round, order
+from flower.sum_sites import CLIENTS, RUN, SITE_OF, SITES, SumSites, order, remote
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +52,7 @@ class Sites(SumSites):
 
 def added(sites, clients=CLIENTS, round_index=0):
     lost = {}
-    adds = EncryptedOverSites(of_round(sites, lost, round_index=round_index))
+    adds = EncryptedOverSites(remote(sites), lost.__setitem__)
     return adds(CKKSLayout(SIZE, round_index=round_index), clients), lost
 
 

@@ -18,7 +18,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.data import Digits, FederatedDataModule
 from fl_lightning.flower.documents import document_of, read_document
-from fl_lightning.flower.messages import Answer
+from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.packing import metric_sums_of
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.elsewhere import DataElsewhere, WorkElsewhere
@@ -35,7 +35,11 @@ class Lying(Between):
     def __init__(self, sites, kind, lies, site="b"):
         super().__init__(sites)
         self._kind, self._site = kind, site
-        self.lies, self.told = list(lies), []
+        self.lies, self.told, self._asked = list(lies), [], {}
+
+    def send(self, site, message, ttl):
+        self._asked[site] = Order.from_bytes(message, limit=2**30).kind
+        super().send(site, message, ttl)
 
     def receive(self, seconds):
         return [(site, self._said(site, came)) for site, came in self._channel.receive(seconds)]
@@ -44,7 +48,7 @@ class Lying(Between):
         if site != self._site or came is None:
             return came
         answer = Answer.from_bytes(came, limit=2**30)
-        if answer.kind != self._kind or answer.failure or not self.lies:
+        if self._asked[site] != self._kind or answer.failure or not self.lies:
             return came
         name, lie = self.lies.pop(0)
         self.told.append(name)
@@ -330,8 +334,7 @@ def test_a_site_that_says_nonsense_of_itself_is_named(change, said, tmp_path):
 
 
 def answer_of(options):
-    about = {"run": "0" * 32, "round": 0, "site": "b", "order": "0" * 64}
-    return Answer(kind="hello", options=options, **about)
+    return Answer(site="b", order="0" * 64, options=options)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from fl_lightning.flower.packing import (
 )
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.elsewhere import SUMS, CalibrationAtSites
-from fl_lightning.flower.server.greeting import Counted, Greeting
+from fl_lightning.flower.server.greeting import ClientsAtSites, Counted, Greeting
 from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.secure import SecureMean
@@ -132,9 +132,6 @@ class Sites:
         sent = self.change(sent)
         examples = dict(order.options["examples"])
         answer = Answer(
-            kind="calibrate",
-            run=order.run,
-            round=order.round,
             site=site,
             order=digest(message),
             clients=tuple(
@@ -153,7 +150,7 @@ def calibration(channel):
     trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.strategy.connect(LightningModule())
     greeting = Greeting("seed_everything: 0", Counted("a" * 32), trainer, lambda: None)
-    return CalibrationAtSites(Correspondence(channel), greeting, trainer, SITE_OF)
+    return CalibrationAtSites(ClientsAtSites(Correspondence(channel), greeting, SITE_OF), trainer)
 
 
 def scores(channel, asked):

@@ -38,8 +38,8 @@ def order(round_index, *clients):
 
 
 def account(tmp_path, run="a" * 32, **budget):
-    ledger = Ledger(tmp_path / "privacy.json", PrivacyBudget(**budget) if budget else None)
-    return ledger.of_run(run, "b" * 64)
+    budget = PrivacyBudget(**budget) if budget else None
+    return Ledger(tmp_path / "privacy.json", budget, run, "b" * 64)
 
 
 def private(tmp_path, privacy=LOCAL, **options):

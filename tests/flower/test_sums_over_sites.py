@@ -5,8 +5,9 @@ from secrets import token_bytes
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flower.made_up_messages import NUMBERS
-from flower.sum_sites import CLIENTS, SITE_OF, SITES, SumSites, of_round, training
+from flower.sum_sites import CLIENTS, SITE_OF, SITES, SumSites, remote, training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.server.sums import SumOverSites
 from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.sums import SecureStage, rules_of, trained_on
-from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.secure_sum import SecureSum
 
@@ -27,13 +27,17 @@ def session(run="c" * 32, active=False, size=3, **options):
     return Session(run=run, size=size, active=active, **given | options)
 
 
+def public(key):
+    return key.public_key().public_bytes_raw()
+
+
 class Sites(SumSites):
     def __init__(self, folder, active=False, threshold=2 / 3, **policy):
         self.keys, self.silent = {}, {}
         files = {name: folder / f"{name}.key" for name in SITES}
         for name, file in files.items():
             file.write_bytes(token_bytes(32))
-            self.keys[name] = SigningKey(file.read_bytes()).public
+            self.keys[name] = public(Ed25519PrivateKey.from_private_bytes(file.read_bytes()))
         vectors = {c: np.array([c, 1, 2**20 - 1], np.uint32) for c in CLIENTS}
         rules = rules_of(SecureSum(bits=20, active=active, threshold=threshold))
         self._given = {name: {"signing_key": file} for name, file in files.items()}
@@ -52,7 +56,8 @@ class Sites(SumSites):
 
 def added(sites, agreed, clients=CLIENTS, lr=0.1):
     lost = {}
-    adds = SumOverSites(of_round(sites, lost, lr), sites.keys)
+    told = trained_on(training(lr))
+    adds = SumOverSites(remote(sites), lost.__setitem__, sites.keys, lambda: told)
     return adds(agreed, clients), lost
 
 
@@ -210,8 +215,9 @@ def test_a_site_says_how_few_a_sum_may_hide_among(tmp_path):
 
 def test_keys_that_a_site_does_not_know_are_refused(tmp_path):
     sites = Sites(tmp_path, active=True)
-    stranger = SigningKey(token_bytes(32))
-    sites.keys["c"] = stranger.public  # the server says so, a and b know better
+    sites.keys["c"] = public(
+        Ed25519PrivateKey.generate()
+    )  # the server says so, a and b know better
     with pytest.raises(AbortedError, match="answered at stage"):
         added(sites, session(active=True))
 

@@ -113,8 +113,8 @@ def test_strangers_messages_are_refused(ckks_keys):
     with pytest.raises(MessageError, match="1 numbers in clear"):
         server.plus(None, replace(update, clear=torch.ones(1)))
     with pytest.raises(MessageError, match="not finite"):
-        EncryptedUpdate.decode(
-            EncryptedUpdate((), torch.tensor([torch.nan])).encode(), num_ciphertexts=0, num_clear=1
+        CKKSLayout(1, selected=torch.empty(0, dtype=torch.int64)).decoded(
+            EncryptedUpdate((), torch.tensor([torch.nan])).encode()
         )
 
 

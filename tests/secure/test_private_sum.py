@@ -16,9 +16,9 @@ from fl_lightning.privacy.distributed import largest_noise, skellam_noise
 from fl_lightning.privacy.mechanism import AccountedRun
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.secure import SecureMean
-from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring
 from fl_lightning.secure.protocol.session import SparseGraph
 from fl_lightning.secure.ring import Ring
+from fl_lightning.secure.secure_mean import SecurePrivateSum, from_ring, to_ring
 from fl_lightning.server.protected import Terms
 
 SIZE, CLIP, ROUND = 200, 0.5, 3

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -13,12 +14,10 @@ from fl_lightning.secure.entropy import seeded_entropy, system_entropy
 from fl_lightning.secure.protocol.keys import (
     CHUNK,
     AgreementKey,
-    Directory,
     ForgedError,
-    SigningKey,
+    Signatures,
     add_pad,
     seal,
-    signed_content,
     unseal,
 )
 from fl_lightning.secure.protocol.session import Session, SparseGraph, neighbours, neighbours_of
@@ -98,34 +97,25 @@ def test_keys_without_a_secret_are_refused():
 
 
 def test_private_keys_are_not_shown():
-    for key in (AgreementKey(b"k" * 32), SigningKey(b"k" * 32)):
-        assert key.public.hex() in repr(key)
-        assert "6b6b6b" not in repr(key)
+    key = AgreementKey(b"k" * 32)
+    assert key.public.hex() in repr(key)
+    assert "6b6b6b" not in repr(key)
 
 
 @given(st.integers(0, 8 * 26 - 1))
 def test_a_changed_box_or_signature_is_seen(bit):
     box = bytearray(seal(b"k" * 32, b"ten bytes!", b"c", sender=1, receiver=2))
-    session = Session(run="demo", round_index=0, num_clients=4, size=1, threshold=3)
-    key = SigningKey(b"k" * 32)
-    signature = bytearray(key.sign(signed_content(session, "keys", 1, b"content")))
+    settings = {"num_clients": 4, "size": 1, "threshold": 3, "active": True}
+    key = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
+    directory = {1: key.public_key().public_bytes_raw()}
+    signatures = Signatures(Session(run="demo", round_index=0, **settings), directory, key)
+    signature = bytearray(signatures.sign("keys", 1, b"content"))
     for changed in (box, signature):
         changed[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ForgedError, match="from client 1 to client 2 is forged"):
         unseal(b"k" * 32, bytes(box), b"c", sender=1, receiver=2)
     with pytest.raises(ForgedError, match="the signature of client 1's keys is wrong"):
-        Directory({1: key.public}).check(session, "keys", 1, b"content", bytes(signature))
-
-
-def test_ed25519_signs_as_in_rfc_8032():
-    # section 7.1, test 1: the empty message
-    key = SigningKey(
-        bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
-    )
-    assert key.public.hex() == "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"
-    assert (
-        key.sign(b"").hex().startswith("e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e065")
-    )
+        signatures.check("keys", 1, b"content", bytes(signature))
 
 
 def test_any_three_of_five_shares_tell_the_secret_and_two_do_not():

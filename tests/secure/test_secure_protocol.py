@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.entropy import seeded_entropy
 from fl_lightning.secure.protocol.client import SecureClient
-from fl_lightning.secure.protocol.keys import Directory, ForgedError, SigningKey
+from fl_lightning.secure.protocol.keys import ForgedError
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
     Mailbox,
@@ -35,8 +36,8 @@ from fl_lightning.secure.protocol.session import (
 )
 from fl_lightning.secure.simulation import shortcut, simulate
 
-SIGNING = {place: SigningKey(bytes([place]) * 32) for place in range(6)}
-DIRECTORY = Directory({place: key.public for place, key in SIGNING.items()})
+SIGNING = {p: Ed25519PrivateKey.from_private_bytes(bytes([p]) * 32) for p in range(6)}
+DIRECTORY = {place: key.public_key().public_bytes_raw() for place, key in SIGNING.items()}
 
 
 def session(**options):

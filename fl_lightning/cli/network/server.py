@@ -30,7 +30,14 @@ from fl_lightning.flower.server.elsewhere import (
     DataElsewhere,
     check_over_network,
 )
-from fl_lightning.flower.server.greeting import STAGES, Counted, Greeting, SiteFacts, facts_of
+from fl_lightning.flower.server.greeting import (
+    STAGES,
+    ClientsAtSites,
+    Counted,
+    Greeting,
+    SiteFacts,
+    facts_of,
+)
 from fl_lightning.flower.sums import check_encrypted
 from fl_lightning.flower.transport.apps import CONFIGURATION
 from fl_lightning.flower.transport.channel import Channel
@@ -119,15 +126,14 @@ class OverSites:
         site_of, sizes = _members(told)
         _check_encrypted(told, federation, model)
         _compare_precision(told, trainer.precision)
+        remote = ClientsAtSites(self._correspondence, greeting, site_of)
         federation.clients_side = partial(
             sites_for(federation, counted, len(sizes)),
-            correspondence=self._correspondence,
-            site_of=site_of,
-            greeting=greeting,
+            remote=remote,
             signing_keys={s: bytes.fromhex(f.signing) for s, f in told.items() if f.signing},
         )
         if calibration is not None:
-            asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
+            asked = CalibrationAtSites(remote, trainer)
             calibration.use_remote_clients(asked.scores, asked.sums)
         self._stops = dict.fromkeys(told, greeting.write("stop", (), {}, {}, 0))
         first = next(iter(told.values()))

@@ -279,8 +279,9 @@ def make_keys(folder: Path, site: str) -> PublicKeys:
     Raises:
         ConfigurationError: if the folder has keys already.
     """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from fl_lightning.flower.network.certificates import make_site_key, write_private
-    from fl_lightning.secure.protocol.keys import SigningKey
 
     parse_sites(site)
     if existing := [name for name in ("key", "signing.key") if (folder / name).exists()]:
@@ -289,13 +290,14 @@ def make_keys(folder: Path, site: str) -> PublicKeys:
         )
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    signing = SigningKey(secrets.token_bytes(32))
+    signing = Ed25519PrivateKey.generate()
     make_site_key(folder / "key")
-    write_private(folder / "signing.key", signing.private)
+    write_private(folder / "signing.key", signing.private_bytes_raw())
     file = folder / "key.pub"
-    public = PublicKeys(site, file.read_text().strip(), signing.public.hex())
+    public = signing.public_key().public_bytes_raw().hex()
+    keys = PublicKeys(site, file.read_text().strip(), public)
     file.unlink()
-    return public
+    return keys
 
 
 def _write_start(folder: Path, words: str) -> None:

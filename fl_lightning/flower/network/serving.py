@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -110,24 +111,34 @@ def wait_for_server(
         certificate: file with the certificate of the authority.
         pause: seconds between two tries.
         seconds: longest time to wait.
-        say: shows people why there is no answer; a reason is shown once in a row.
+        say: shows people why there is no answer.
 
     Raises:
         ConfigurationError: if another server answers, or none in time.
     """
-    until, said = time.monotonic() + seconds, ""
+    until, say = time.monotonic() + seconds, once_in_a_row(say)
     while True:
         try:
             check_server(address, certificate)
+            return
         except ConnectionError as error:
             if time.monotonic() > until:
                 raise ConfigurationError(str(error)) from None
-            if str(error) != said:
-                say(f"{error}. Trying again every {pause:g} s.")
-            said = str(error)
+            say(f"{error}. Trying again every {pause:g} s.")
             time.sleep(pause)
-        else:
-            return
+
+
+def once_in_a_row(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that shows a line to people, unless it was the last one."""
+    last = ""
+
+    def say_once(line: str) -> None:
+        nonlocal last
+        if line != last:
+            say(line)
+        last = line
+
+    return say_once
 
 
 def control_of(network: NetworkFolder) -> Control:
@@ -173,43 +184,32 @@ _MOST_AHEAD, _MOST_BEHIND = 5.0, 300.0
 _REFUSED = re.compile(r"\b2004\b|\b2001\b|PermissionDenied|FLEET_NODE|activat", re.IGNORECASE)
 
 
-class NodeEnds:
-    """Explains why the Flower node of a site has ended, and chooses the pause before a restart.
+def why_node_ended(site: SiteFolder, say: Callable[[str], None], ended: ProgramEnd) -> float:
+    """Say why the Flower node of a site has ended, and return the seconds until it is started again.
 
     Args:
         site: site of the node.
-        say: shows a line to people; a reason is shown once in a row.
+        say: shows a line to people.
+        ended: end of the node.
     """
-
-    def __init__(self, site: SiteFolder, say: Callable[[str], None]) -> None:
-        self._site, self._say = site, say
-        self._said = ""
-
-    def __call__(self, ended: ProgramEnd) -> float:
-        """Return the seconds until the node is started again."""
-        site = self._site
-        try:
-            ahead = check_server(site.server, site.folder / "ca.crt")
-        except (ConnectionError, ValueError) as error:
-            return self._told(str(error), PAUSE)
+    pause = PAUSE
+    try:
+        ahead = check_server(site.server, site.folder / "ca.crt")
+    except (ConnectionError, ValueError) as error:
+        reason = str(error)
+    else:
         if not -_MOST_BEHIND < ahead < _MOST_AHEAD:
-            return self._told(_about_clock(ahead), PAUSE)
-        if _REFUSED.search(ended.words):
-            return self._told(
+            reason = _about_clock(ahead)
+        elif _REFUSED.search(ended.words):
+            reason = (
                 f"the server does not let {site.name} in: its key is not registered there, or a site "
-                "with the same key is, or was within the last minute, connected",
-                PAUSE,
+                "with the same key is, or was within the last minute, connected"
             )
-        log = site.folder / "log" / "supernode.log"
-        return self._told(
-            f"Flower's node has ended with code {ended.code}: see {log}", backoff(ended)
-        )
-
-    def _told(self, reason: str, pause: float) -> float:
-        if reason != self._said:
-            self._say(f"{reason}. Trying again every {pause:g} s.")
-        self._said = reason
-        return pause
+        else:
+            log, pause = site.folder / "log" / "supernode.log", backoff(ended)
+            reason = f"Flower's node has ended with code {ended.code}: see {log}"
+    say(f"{reason}. Trying again every {pause:g} s.")
+    return pause
 
 
 def _about_clock(ahead: float) -> str:
@@ -247,7 +247,7 @@ def site_programs(
     module = "fl_lightning.flower.network.site_app"
     apps = [sys.executable, "-m", module, str(folder), f"{_LOCAL}:{port}"]
     log, common = folder / "log", flower_environment(folder / "flower")
-    ends = NodeEnds(site, say)
+    ends = partial(why_node_ended, site, once_in_a_row(say))
     command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
     return [
         Program(f"{site.name}: resident", command, log / "resident.out", common, layer=2),

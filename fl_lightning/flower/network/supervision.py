@@ -12,7 +12,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Self
@@ -20,7 +19,7 @@ from typing import NoReturn, Self
 from fl_lightning.core.processes import tied
 
 log = logging.getLogger(__name__)
-_GRACE, _POLL_SECONDS = 10.0, 0.1
+_GRACE = 10.0  # seconds from the signal to end until a program is killed
 _LONGEST_PAUSE, _LONG_LIFE = 30.0, 60.0
 _MOST_WORDS = 20_000
 
@@ -62,7 +61,7 @@ class Program:
         command: program and arguments.
         log: file to which the output is added.
         environment: variables besides those of this process.
-        again: returns the seconds between an end and the next start; called in a thread of its own.
+        again: returns the seconds between an end and the next start; it may take long.
         layer: programs of higher layers are ended first.
         process: current process; None between an end and the next start.
     """
@@ -74,27 +73,33 @@ class Program:
     again: Callable[[ProgramEnd], float] = backoff
     layer: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _start_at: Future[float] | None = field(default=None, init=False)
-    _times: int = field(default=0, init=False)
+    _is_over: threading.Event = field(default_factory=threading.Event, init=False)
+    _starting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def tend(self) -> None:
-        """Start the program if it is time to; if it has ended, choose the time of the next start."""
-        if self.process is None:
-            at = self._start_at
-            if at is None or (at.done() and time.monotonic() >= at.result()):
-                self._start()
-        elif (code := self.process.poll()) is not None:
-            _kill_group(self.process)
-            self.process = None
+    def keep_running(self) -> None:
+        """Start the program, and again after each end, until `ask_to_end`.
+
+        The system ends a program with the thread that has started it: this one runs as long as the program.
+        """
+        times = 0
+        while (process := self._started()) is not None:
+            code = process.wait()
             lived = time.monotonic() - self._began
-            self._times = 1 if lived > _LONG_LIFE else self._times + 1
-            self._start_at = _in_a_thread(lambda: self._next_start(code, lived))
+            _kill_group(process)
+            self.process = None
+            if self._is_over.is_set():
+                return
+            times = 1 if lived > _LONG_LIFE else times + 1
+            pause = self.again(ProgramEnd(code, self._words(), times))
+            self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
+            self._is_over.wait(pause)
 
-    def _next_start(self, code: int, lived: float) -> float:
-        """Return the time of the next start."""
-        pause = self.again(ProgramEnd(code, self._words(), self._times))
-        self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
-        return time.monotonic() + pause
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to the program, which is not started again."""
+        with self._starting:
+            self._is_over.set()
+        if (process := self.process) is not None:
+            process.terminate()
 
     def end(self, until: float) -> None:
         """Wait for the end until a `time.monotonic`; then kill the program, and its children anyway."""
@@ -109,18 +114,23 @@ class Program:
         if is_late:
             self._note("does not end: killed")
 
-    def _start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._from, self._began = log.tell(), time.monotonic()
-            self.process = subprocess.Popen(
-                tied(self.command),
-                env={**os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+    def _started(self) -> subprocess.Popen[bytes] | None:
+        """Start a process and return it; None after `ask_to_end`."""
+        with self._starting:
+            if self._is_over.is_set():
+                return None
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as log:
+                self._from, self._began = log.tell(), time.monotonic()
+                self.process = subprocess.Popen(
+                    tied(self.command),
+                    env={**os.environ, **self.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            return self.process
 
     def _words(self) -> str:
         """Return the output of the program since its start."""
@@ -133,20 +143,6 @@ class Program:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with self.log.open("a") as log:
             log.write(f"{now} | WARNING | {self.name} {words}\n")
-
-
-def _in_a_thread(function: Callable[[], float]) -> Future[float]:
-    """Return the future result of a function, which may take long."""
-    result = Future[float]()
-
-    def call() -> None:
-        try:
-            result.set_result(function())
-        except Exception as error:  # noqa: BLE001 - the result raises it
-            result.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return result
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -162,38 +158,20 @@ class Supervisor:
     """
 
     def __init__(self, programs: Sequence[Program] = ()) -> None:
-        self._programs, self._is_over = list(programs), threading.Event()
+        self._given, self._programs = programs, list[Program]()
         self._errors = queue.SimpleQueue[Exception]()
-        # the system ends programs with the thread that has started them
-        self._thread = threading.Thread(target=self._supervise, daemon=True, name="supervisor")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for program in self._given:
+            self.add(program)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _supervise(self) -> None:
-        left = set[Program]()  # which cannot be supervised
-        while not self._is_over.wait(_POLL_SECONDS):
-            for program in [each for each in self._programs if each not in left]:
-                try:
-                    program.tend()
-                except Exception as error:  # the main thread raises it
-                    log.exception("%s is no longer supervised", program.name)
-                    left.add(program)
-                    self._errors.put(error)
-        self._end()
-
-    def _end(self) -> None:
         by_layer = sorted(self._programs, key=lambda program: -program.layer)
         for _, layer in itertools.groupby(by_layer, key=lambda program: program.layer):
             programs = list(layer)
             for program in programs:
-                if program.process is not None:
-                    program.process.terminate()
+                program.ask_to_end()
             until = time.monotonic() + _GRACE
             for program in programs:
                 program.end(until)
@@ -201,6 +179,14 @@ class Supervisor:
     def add(self, program: Program) -> None:
         """Start a program, and keep it running."""
         self._programs.append(program)
+        threading.Thread(target=self._supervise, args=[program], daemon=True).start()
+
+    def _supervise(self, program: Program) -> None:
+        try:
+            program.keep_running()
+        except Exception as error:  # the main thread raises it
+            log.exception("%s is no longer supervised", program.name)
+            self._errors.put(error)
 
     def wait(self) -> NoReturn:
         """Wait until a program can no longer be supervised, and raise the reason."""

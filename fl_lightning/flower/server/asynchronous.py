@@ -45,11 +45,9 @@ from fl_lightning.federation import (
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import MetricSums, pool_metric_sums
 from fl_lightning.flower.server.correspondence import Reply
-from fl_lightning.flower.server.greeting import Counted
+from fl_lightning.flower.server.greeting import Content, Counted
 from fl_lightning.flower.server.sites import Sites
 from fl_lightning.server.staleness import AsyncRule
-
-Common = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
 @final
@@ -74,7 +72,7 @@ class VersionsAtSites(KeptVersions):
         super().__init__()
         self._rule, self._seed, self._counted = rule, seed, counted
         self._sizes = num_clients, rule.concurrency, rule.buffer_size
-        self._common: dict[int, Common] = {}
+        self._common: dict[int, Content] = {}
         self._num_closed = 0
         self._begin(())
 
@@ -98,7 +96,7 @@ class VersionsAtSites(KeptVersions):
         """Keep the options and tensors that all orders of the current version share, without the model."""
         self._common[self._present] = options, {n: t for n, t in tensors.items() if n != "model"}
 
-    def kept(self, version: int) -> tuple[GlobalModel, Common]:
+    def kept(self, version: int) -> tuple[GlobalModel, Content]:
         """Return the model of a version, and the options and tensors that its orders share."""
         return self._models[version], self._common[version]
 
@@ -185,11 +183,12 @@ class AsynchronousSites(Sites):
 
     def _next_end(self, at_work: Sequence[StartedClient]) -> FinishedClient:
         """Send the orders that are due, and return the client whose answer comes next."""
+        correspondence = self._remote.correspondence
         for visit in at_work:
             if visit.number not in self._asked:
                 self._asked[visit.number] = time.monotonic()
-                self._correspondence.post(self._site_of[visit.client], self._order_to(visit))
-        reply = self._correspondence.next_reply()
+                correspondence.post(self._remote.site_of[visit.client], self._order_to(visit))
+        reply = correspondence.next_reply()
         [client] = reply.order.clients
         [visit] = [visit for visit in at_work if visit.client == client]
         seconds = time.monotonic() - self._asked.pop(visit.number)
@@ -203,7 +202,8 @@ class AsynchronousSites(Sites):
         """Return the order of a client that is training; it has the same bytes whenever it is made."""
         model, (options, tensors) = self._versions.kept(visit.version)
         told = {"model": self._packing().model(model, visit.version), **tensors}
-        return self._order("train", (visit.client,), options, told, visit.version)
+        write = self._remote.greeting.write
+        return write("train", (visit.client,), options, told, visit.version)
 
     def _skip(self, client: int, reply: Reply, at_work: Sequence[StartedClient]) -> None:
         """Skip a client whose site has sent no answer, unless such a failure ends the run.
@@ -222,7 +222,7 @@ class AsynchronousSites(Sites):
             self.lose(failure)
         rank_zero_warn(f"round {self._run.round_index + 1}, {failure}: somebody else is started")
         self._lost_in_a_row += 1
-        if self._lost_in_a_row >= max(len(at_work), len(set(self._site_of.values()))):
+        if self._lost_in_a_row >= max(len(at_work), len(set(self._remote.site_of.values()))):
             raise RoundFailure(
                 f"round {self._run.round_index + 1}: {self._lost_in_a_row} orders in a row had no answer, the "
                 f"last {failure}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.plain_json import MessageError
+from fl_lightning.core.plain_json import MessageError, shown
 from fl_lightning.flower.messages import (
     CATEGORIES,
     Answer,
@@ -90,12 +90,14 @@ class Part(NamedTuple):
     bytes_down: int
 
 
-def by_site(clients: Iterable[int], site_of: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
-    """Group clients by their sites, in the order given."""
-    found: dict[str, list[int]] = {}
-    for client in clients:
-        found.setdefault(site_of[client], []).append(client)
-    return {site: tuple(some) for site, some in found.items()}
+def in_order(clients: Sequence[int], parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield parts of replies in the order of the clients, each once those before it have arrived."""
+    came: dict[int, Part] = {}
+    waiting = deque(clients)
+    for part in parts:
+        came[part.client] = part
+        while waiting and waiting[0] in came:
+            yield came.pop(waiting.popleft())
 
 
 @dataclass(eq=False)
@@ -160,7 +162,7 @@ class Correspondence:
             answers[reply.site] = reply.answer
         return answers
 
-    def ask(self, orders: Mapping[str, Order], greet: Collection[str] = ()) -> Iterator[Reply]:
+    def ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
         """Send an order to each site, and yield the replies in the order of their arrival.
 
         A late or invalid answer gives a reply without an answer. These orders overtake posted orders that
@@ -168,13 +170,8 @@ class Correspondence:
 
         Args:
             orders: orders by site.
-            greet: names of sites that are greeted again first.
         """
-        greeting = self._write().to_bytes() if greet else b""
-        waiting = {
-            self._put(site, order, greeting if site in greet else b"", ahead=True)
-            for site, order in orders.items()
-        }
+        waiting = {self._put(site, order, ahead=True) for site, order in orders.items()}
         try:
             while waiting:
                 for asked, reply in self._receive():
@@ -202,11 +199,9 @@ class Correspondence:
         self._lines.clear()
         self._posted.clear()
 
-    def _put(
-        self, site: str, order: Order, greeting: bytes = b"", *, ahead: bool = False
-    ) -> _PendingOrder:
+    def _put(self, site: str, order: Order, *, ahead: bool = False) -> _PendingOrder:
         content = order.to_bytes()
-        asked = _PendingOrder(site, order, content, greeting or content)
+        asked = _PendingOrder(site, order, content, content)
         line = self._lines.setdefault(site, deque())
         line.insert(1 if ahead else len(line), asked)
         if line[0] is asked:
@@ -259,11 +254,9 @@ class Correspondence:
             self._channel.send(site, asked.content, self._left(asked))
             return None
         answer, reason = (found, "") if isinstance(found, Answer) else (None, found)
-        if answer is not None:
-            try:
-                answer.check_answers(asked.order, digest(asked.content))
-            except MessageError as error:
-                answer, reason = None, f"its answer is not one: {error}"
+        clients = () if answer is None else answer.clients
+        if others := [c.client for c in clients if c.client not in asked.order.clients]:
+            answer, reason = None, f"its answer is for clients that were not asked: {shown(others)}"
         up, down = 0 if came is None else len(came), len(asked.content)
         return Reply(site, asked.order, answer, reason, bytes_up=up, bytes_down=down)
 

@@ -25,8 +25,8 @@ from fl_lightning.data.summary import PartitionSummary
 from fl_lightning.federation import LocalWork, Options, WorkPlan, network_parts, shown_by
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import model_tensors, of_stage
-from fl_lightning.flower.server.correspondence import Correspondence, by_site
-from fl_lightning.flower.server.greeting import Greeting
+from fl_lightning.flower.server.correspondence import Part, in_order
+from fl_lightning.flower.server.greeting import ClientsAtSites, Content
 from fl_lightning.sparsity.sensitivity.protocol import Scores
 
 _AT_SITES = (
@@ -192,21 +192,12 @@ class CalibrationAtSites:
     """Collects sums for a calibration from clients at sites; a missing answer ends the run.
 
     Args:
-        correspondence: exchange of messages with sites.
-        greeting: makes the orders.
+        remote: clients of the run.
         trainer: Trainer of the server.
-        site_of: name of the site of each client.
     """
 
-    def __init__(
-        self,
-        correspondence: Correspondence,
-        greeting: Greeting,
-        trainer: Trainer,
-        site_of: Mapping[int, str],
-    ) -> None:
-        self._correspondence, self._greeting = correspondence, greeting
-        self._trainer, self._site_of = trainer, site_of
+    def __init__(self, remote: ClientsAtSites, trainer: Trainer) -> None:
+        self._remote, self._trainer = remote, trainer
 
     def scores(
         self, values: Mapping[str, Tensor], ids: tuple[int, int], asked: Mapping[int, int]
@@ -254,39 +245,27 @@ class CalibrationAtSites:
         self, options: Mapping[str, Any], tensors: Mapping[str, Tensor], asked: Mapping[int, int]
     ) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
         """Yield the id, the number of examples and the sums of each client, in order."""
-        came: dict[int, tuple[int, dict[str, Tensor]]] = {}
-        waiting = list(asked)
-        for reply in self._correspondence.ask(self._orders(options, tensors, asked)):
+        about = {**options, "num_clients": len(self._remote.site_of)}
+
+        def content(some: tuple[int, ...]) -> Content:
+            return about | {"examples": [[client, asked[client]] for client in some]}, tensors
+
+        orders = self._remote.orders("calibrate", asked, content, self._trainer.current_epoch)
+        for part in in_order(list(asked), self._parts(orders)):
+            if part.answer is None:
+                raise ConfigurationError(self._of(part.client, part.reason))
+            yield part.client, part.answer.num_examples, of_stage(SUMS, part.tensors)
+
+    def _parts(self, orders: Mapping[str, Order]) -> Iterator[Part]:
+        for reply in self._remote.correspondence.ask(orders):
             if reply.answer is None:
                 raise ConfigurationError(
                     f"calibration: site {reply.site}: {reply.reason}. Start the run again"
                 )
-            for part in reply.parts:
-                if part.answer is not None:
-                    came[part.client] = part.answer.num_examples, of_stage(SUMS, part.tensors)
-            while waiting and waiting[0] in came:
-                client = waiting.pop(0)
-                yield client, *came.pop(client)
-        if waiting:
-            raise ConfigurationError(self._of(waiting[0], "its site's answer has nothing of it"))
-
-    def _orders(
-        self, options: Mapping[str, Any], tensors: Mapping[str, Tensor], asked: Mapping[int, int]
-    ) -> dict[str, Order]:
-        about = {**options, "num_clients": len(self._site_of)}
-        return {
-            site: self._greeting.write(
-                "calibrate",
-                some,
-                about | {"examples": [[client, asked[client]] for client in some]},
-                tensors,
-                self._trainer.current_epoch,
-            )
-            for site, some in by_site(asked, self._site_of).items()
-        }
+            yield from reply.parts
 
     def _of(self, client: int, what: str) -> str:
-        return f"calibration: client {client} at site {self._site_of[client]}: {what}"
+        return f"calibration: client {client} at site {self._remote.site_of[client]}: {what}"
 
 
 def _are_scores(told: Tensor) -> bool:

@@ -7,7 +7,7 @@ client counted, so that sites know which client state is valid.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -23,6 +23,9 @@ from fl_lightning.federation import RoundRecord, Stage
 from fl_lightning.flower.documents import Positive, check_fields, read_document
 from fl_lightning.flower.messages import Answer, Kind, Order
 from fl_lightning.flower.packing import RunMask, mask_tensors, model_tensors
+from fl_lightning.flower.server.correspondence import Correspondence
+
+Content = tuple[Mapping[str, Any], Mapping[str, Tensor]]  # options and tensors of an order
 
 
 class Greeting:
@@ -86,6 +89,48 @@ class Greeting:
             options=options,
             tensors=tensors,
         )
+
+
+@dataclass(frozen=True)
+class ClientsAtSites:
+    """The clients of a run, who are asked at their sites.
+
+    Attributes:
+        correspondence: exchange of messages with the sites.
+        greeting: makes the orders.
+        site_of: name of the site of each client.
+    """
+
+    correspondence: Correspondence
+    greeting: Greeting
+    site_of: Mapping[int, str]
+
+    def by_site(self, clients: Iterable[int]) -> dict[str, tuple[int, ...]]:
+        """Group clients by their sites, in the order given."""
+        found: dict[str, list[int]] = {}
+        for client in clients:
+            found.setdefault(self.site_of[client], []).append(client)
+        return {site: tuple(some) for site, some in found.items()}
+
+    def orders(
+        self,
+        kind: Kind,
+        clients: Iterable[int],
+        content: Callable[[tuple[int, ...]], Content],
+        round_index: int,
+    ) -> dict[str, Order]:
+        """Return one order for each site that has some of the clients, by site.
+
+        Args:
+            kind: kind of the orders.
+            clients: ids of the clients.
+            content: returns options and tensors for some clients, those of one site.
+            round_index: number of the round.
+        """
+        return {
+            site: self.greeting.write(kind, some, *content(some), round_index)
+            for site, some in self.by_site(clients).items()
+        }
 
 
 class Counted(Stage):

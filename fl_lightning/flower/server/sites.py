@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,10 +44,10 @@ from fl_lightning.flower.packing import (
     of_stage,
     pool_metric_sums,
 )
-from fl_lightning.flower.server.correspondence import Correspondence, Part, Reply, by_site
+from fl_lightning.flower.server.correspondence import Part, Reply, in_order
 from fl_lightning.flower.server.elsewhere import WorkElsewhere
-from fl_lightning.flower.server.greeting import Greeting
-from fl_lightning.flower.server.sums import EncryptedOverSites, SitesOfRound, SumOverSites
+from fl_lightning.flower.server.greeting import ClientsAtSites, Content
+from fl_lightning.flower.server.sums import EncryptedOverSites, SumOverSites
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.sums import trained_on
 from fl_lightning.secure.encrypted_mean import EncryptedSum
@@ -62,9 +61,7 @@ class Sites(FitClients):
         run: run of the server.
         options: options of the federation.
         stages: stages of the run.
-        correspondence: exchange of messages with sites.
-        site_of: name of the site of each client.
-        greeting: makes orders, among them the ``hello`` that sends a new mask.
+        remote: clients of the run.
         signing_keys: public keys that verify the sites' messages in secure sums, by site.
     """
 
@@ -74,9 +71,7 @@ class Sites(FitClients):
         options: Options,
         stages: Stages,
         *,
-        correspondence: Correspondence,
-        site_of: Mapping[int, str],
-        greeting: Greeting,
+        remote: ClientsAtSites,
         signing_keys: Mapping[str, bytes],
     ) -> None:
         super().__init__(run, options, stages)
@@ -84,9 +79,8 @@ class Sites(FitClients):
         for stage in options.handed:
             check_together({type(stage).__name__: stage.traits, **NETWORK})
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
-        self._correspondence, self._site_of = correspondence, site_of
-        self._greeting = greeting
-        self._masks: dict[str, str] = {}  # name of the mask that each site has
+        self._remote = remote
+        self._told_mask = ""  # name of the mask that was sent to all sites
         self._kinds: dict[str, Any] = {}  # reduction of each metric over clients; None for the mean
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
@@ -96,18 +90,15 @@ class Sites(FitClients):
         self._trained_on = ""  # hash of the orders of the current round, for hidden sums
         self._sums = None if hidden is None else hidden.aggregator
         if self._sums is not None:
-            write = partial(self._order, "sum")
-            sites = SitesOfRound(
-                correspondence,
-                site_of,
-                write,
-                lambda client, reason: self.lose(ClientFailure(client, reason)),
-                lambda: self._trained_on,
-            )
             is_encrypted = isinstance(self._sums.agreed_sum, EncryptedSum)
             self._sums.sum_at_sites(
-                EncryptedOverSites(sites) if is_encrypted else SumOverSites(sites, signing_keys)
+                EncryptedOverSites(remote, self._lose)
+                if is_encrypted
+                else SumOverSites(remote, self._lose, signing_keys, lambda: self._trained_on)
             )
+
+    def _lose(self, client: int, reason: str) -> None:
+        self.lose(ClientFailure(client, reason))
 
     def find_state(self, group: Iterable[int], ranks: Ranks) -> bool:
         """Settle which tensors are state, from the configuration and without training."""
@@ -120,21 +111,18 @@ class Sites(FitClients):
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Send the orders of a round, and yield the updates in the order of the clients."""
         clients, packing = work.client_ids.tolist(), self._packing()
-        options, tensors = self._common(start, packing)
-        orders = {
-            site: self._order("train", some, options, tensors)
-            for site, some in by_site(clients, self._site_of).items()
-        }
+        common = self._common(start, packing)
+        orders = self._orders("train", clients, common)
         self._trained_on = trained_on(next(iter(orders.values()))) if orders and self._sums else ""
-        came: dict[int, Part] = {}
         sums: dict[str, MetricSums] = {}
-        place = 0
-        for reply in self._ask(orders):
-            self._note_sums(reply, sums)
-            came |= {part.client: part for part in reply.parts}
-            while place < len(clients) and clients[place] in came:
-                yield self._upload_of(came.pop(clients[place]), start, packing, len(clients))
-                place += 1
+
+        def parts() -> Iterator[Part]:
+            for reply in self._remote.correspondence.ask(orders):
+                self._note_sums(reply, sums)
+                yield from reply.parts
+
+        for part in in_order(clients, parts()):
+            yield self._upload_of(part, start, packing, len(clients))
         pool_metric_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
 
     def evaluate(self, stage: str, clients: Sequence[int]) -> dict[int, dict[str, Tensor]]:
@@ -145,13 +133,11 @@ class Sites(FitClients):
             clients: clients to evaluate; clients of a site without an answer are left out, with a warning.
         """
         model = self._packing().model(self.local.read(), self._run.round_index, whole=True)
-        options = self._agreed() | {"stage": stage}
-        orders = {
-            site: self._order("evaluate", some, options, {"model": model})
-            for site, some in by_site(clients, self._site_of).items()
-        }
+        orders = self._orders(
+            "evaluate", clients, (self._agreed() | {"stage": stage}, {"model": model})
+        )
         found: dict[int, dict[str, Tensor]] = {}
-        for reply in self._ask(orders):
+        for reply in self._remote.correspondence.ask(orders):
             if reply.answer is None:
                 rank_zero_warn(f"per-client evaluation: without site {reply.site}: {reply.reason}")
                 continue
@@ -160,19 +146,21 @@ class Sites(FitClients):
             rank_zero_warn("per-client evaluation: sites let no metric of clients leave")
         return found
 
-    def _ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
-        """Send orders, and yield the replies; sites that do not have the current mask get it first."""
-        mask = self._mask
-        sites = set(self._site_of.values()) if mask else ()
-        unaware = sorted(site for site in sites if self._masks.get(site) != mask)
-        self._masks |= dict.fromkeys(unaware, mask)
-        asked = dict(orders)
-        if others := [site for site in unaware if site not in orders]:
-            asked |= dict.fromkeys(others, self._greeting.order())
-        for reply in self._correspondence.ask(asked, greet=orders.keys() & unaware):
-            if reply.site in orders:
-                yield reply
-            elif reply.answer is None:
+    def _orders(self, kind: Kind, clients: Iterable[int], content: Content) -> dict[str, Order]:
+        """Return orders of the current round by site, after all sites were told of a new mask."""
+        self._tell_mask()
+        return self._remote.orders(kind, clients, lambda some: content, self._run.round_index)
+
+    def _tell_mask(self) -> None:
+        """Greet all sites if there is a new mask; a site that misses it is greeted with its next order."""
+        if self._mask == self._told_mask:
+            return
+        self._told_mask = self._mask
+        greetings = dict.fromkeys(
+            sorted(set(self._remote.site_of.values())), self._remote.greeting.order()
+        )
+        for reply in self._remote.correspondence.ask(greetings):
+            if reply.answer is None:
                 rank_zero_warn(f"site {reply.site} does not know of the new mask: {reply.reason}")
 
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
@@ -210,7 +198,7 @@ class Sites(FitClients):
         num_up = 0 if self._stages.is_private else self.local.buffers.size
         return Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
 
-    def _common(self, start: Start, packing: Packing) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _common(self, start: Start, packing: Packing) -> Content:
         """Return the options and tensors that all orders to train in the current round share."""
         number = self._run.round_index
         tensors = {"model": packing.model(start.present, number)}
@@ -234,22 +222,10 @@ class Sites(FitClients):
             "mask": self._mask,
         }
 
-    def _order(
-        self,
-        kind: Kind,
-        clients: tuple[int, ...],
-        options: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        round_index: int | None = None,
-    ) -> Order:
-        """Return an order of a round, by default of the current one."""
-        number = self._run.round_index if round_index is None else round_index
-        return self._greeting.write(kind, clients, options, tensors, number)
-
     @property
     def _mask(self) -> str:
         """Name of the current mask on both sides; empty if there is none."""
-        mask = self._greeting.mask()
+        mask = self._remote.greeting.mask()
         return "" if mask is None else str(mask)
 
     @property

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,7 +15,8 @@ from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import Answer, Order
-from fl_lightning.flower.server.correspondence import Correspondence, Part, by_site
+from fl_lightning.flower.server.correspondence import Part
+from fl_lightning.flower.server.greeting import ClientsAtSites, Content
 from fl_lightning.flower.sums import (
     FEWEST,
     KEY,
@@ -34,50 +33,48 @@ from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import ProtocolStage, Session
-from fl_lightning.secure.simulation import HiddenSum, add_seconds, no_cost
+from fl_lightning.secure.simulation import HiddenSum, no_cost, timed
 from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost
 
 # the server asks a site for as many ciphertexts at once as fit into an answer of this size, at least one
 MOST_BYTES = 32 * 2**20
 
 
-@dataclass(frozen=True)
-class SitesOfRound:
-    """Access to the sites of a round for hidden sums.
+Lost = Callable[
+    [int, str], None
+]  # called with a client whose vector is not in the sum, and the reason
 
-    Attributes:
-        correspondence: exchange of messages with the sites.
-        site_of: name of the site of each client.
-        write: makes an order of the round from clients, options and tensors.
-        lost: called with each client whose vector is not in the sum, and the reason; it may raise.
-        trained_on: returns the hash of the order that clients trained with, see `sums.trained_on`.
-    """
 
-    correspondence: Correspondence
-    site_of: Mapping[int, str]
-    write: Callable[[tuple[int, ...], Mapping[str, Any], Mapping[str, Tensor]], Order]
-    lost: Callable[[int, str], None]
-    trained_on: Callable[[], str]
-
-    def ask(self, orders: Mapping[str, Order], cost: ProtectionCost) -> Iterator[Part]:
-        """Send orders by site, and yield each client's answer; bytes are added to the cost."""
-        for reply in self.correspondence.ask(orders):
-            for part in reply.parts:
-                cost.bytes_up[part.client] += part.bytes_up
-                cost.bytes_down[part.client] += part.bytes_down
-                yield part
+def _parts(
+    remote: ClientsAtSites, orders: Mapping[str, Order], cost: ProtectionCost
+) -> Iterator[Part]:
+    """Send orders by site, and yield each client's answer; bytes are added to the cost."""
+    for reply in remote.correspondence.ask(orders):
+        for part in reply.parts:
+            cost.bytes_up[part.client] += part.bytes_up
+            cost.bytes_down[part.client] += part.bytes_down
+            yield part
 
 
 class SumOverSites:
     """Adds up vectors of sites by a secure sum, of which the server learns only the sum.
 
     Args:
-        sites: access to the sites of the round.
+        remote: clients of the run.
+        lost: called with each client whose vector is not in the sum; it may raise.
         keys: public signing keys of the sites that have one, by site.
+        trained_on: returns the hash of the order that clients trained with, see `sums.trained_on`.
     """
 
-    def __init__(self, sites: SitesOfRound, keys: Mapping[str, bytes]) -> None:
-        self._sites, self._keys = sites, keys
+    def __init__(
+        self,
+        remote: ClientsAtSites,
+        lost: Lost,
+        keys: Mapping[str, bytes],
+        trained_on: Callable[[], str],
+    ) -> None:
+        self._remote, self._lost, self._keys = remote, lost, keys
+        self._trained_on = trained_on
 
     def __call__(self, session: Session, clients: Sequence[int]) -> HiddenSum:
         """Run the protocol, one order per stage and site.
@@ -89,48 +86,44 @@ class SumOverSites:
         Raises:
             AbortedError: if too few clients are left.
         """
-        sites = self._sites
-        session = replace(session, purpose=sites.trained_on())
-        agreed = SecureStage(0, session, tuple(clients), tuple(sites.site_of[c] for c in clients))
+        session, site_of = replace(session, purpose=self._trained_on()), self._remote.site_of
+        agreed = SecureStage(0, session, tuple(clients), tuple(site_of[c] for c in clients))
         server, cost = SecureServer(session, agreed.directory(self._keys)), no_cost(clients)
         incoming: dict[int, bytes] = dict.fromkeys(range(session.num_clients), b"")
         for stage in session.stages:
             reasons: dict[int, str] = {}
-            asked = replace(agreed, stage=int(stage))
-            for part in sites.ask(self._orders(asked, incoming), cost):
-                place, began = clients.index(part.client), time.process_time()
+            orders = self._orders(replace(agreed, stage=int(stage)), incoming)
+            for part in _parts(self._remote, orders, cost):
+                place = clients.index(part.client)
                 reasons[place] = part.reason
                 try:
                     if part.answer is not None:
-                        server.receive(bytes_of(part.tensors.get(MESSAGE)), sender=place)
+                        with timed(cost, "server_seconds"):
+                            server.receive(bytes_of(part.tensors.get(MESSAGE)), sender=place)
                 except ValueError as error:  # no message, or not signed by the client
                     reasons[place] = str(error)
-                add_seconds(cost, "server_seconds", began)
             for place in sorted(server.awaited):
                 self._note_silent(clients[place], stage, reasons[place])
-            began = time.process_time()
-            incoming = server.close_stage()
-            add_seconds(cost, "server_seconds", began)
+            with timed(cost, "server_seconds"):
+                incoming = server.close_stage()
         return HiddenSum(server.total, frozenset(clients[p] for p in server.survivors), cost)
 
     def _orders(self, asked: SecureStage, incoming: Mapping[int, bytes]) -> dict[str, Order]:
         messages = {asked.clients[place]: incoming[place] for place in sorted(incoming)}
-        return {
-            site: self._sites.write(
-                clients,
-                document_of(asked),
-                {TO_CLIENT.format(c): as_tensor(messages[c]) for c in clients if messages[c]},
-            )
-            for site, clients in by_site(messages, self._sites.site_of).items()
-        }
+
+        def content(some: tuple[int, ...]) -> Content:
+            told = {TO_CLIENT.format(c): as_tensor(messages[c]) for c in some if messages[c]}
+            return document_of(asked), told
+
+        return self._remote.orders("sum", messages, content, asked.session.round_index)
 
     def _note_silent(self, client: int, stage: ProtocolStage, reason: str) -> None:
         told = (
-            f"at site {self._sites.site_of[client]}: it left the secure sum at stage {stage.name}: "
+            f"at site {self._remote.site_of[client]}: it left the secure sum at stage {stage.name}: "
             f"{reason}"
         )
         if stage <= ProtocolStage.MASK:
-            self._sites.lost(client, told)
+            self._lost(client, told)
         else:  # its vector is in the sum
             rank_zero_warn(f"client {client} {told}")
 
@@ -139,11 +132,12 @@ class EncryptedOverSites:
     """Adds up encrypted vectors of sites; one of the sites decrypts the sum.
 
     Args:
-        sites: access to the sites of the round.
+        remote: clients of the run.
+        lost: called with each client whose vector is not in the sum; it may raise.
     """
 
-    def __init__(self, sites: SitesOfRound) -> None:
-        self._sites, self._key = sites, b""
+    def __init__(self, remote: ClientsAtSites, lost: Lost) -> None:
+        self._remote, self._lost, self._key = remote, lost, b""
 
     def __call__(self, layout: CKKSLayout, clients: Sequence[int]) -> HiddenSum:
         """Add up the encrypted vectors of a round, and let one site decrypt the sum.
@@ -155,13 +149,13 @@ class EncryptedOverSites:
         Raises:
             RoundFailure: if too few vectors arrive, or the sum is not decrypted.
         """
-        sites = sorted(by_site(clients, self._sites.site_of))
+        sites = sorted(self._remote.by_site(clients))
         # the same one if the round is added up again: sites encrypt for one opener only
         opener = sites[layout.round_index % len(sites)]
         agreed = EncryptedStage("key", opener, tuple(clients))
         cost = no_cost(clients)
         if not self._key:  # which the opener makes, and seals, if it has none
-            made = self._asked_opener(agreed, {}, cost)
+            made = self._asked_opener(agreed, layout.round_index, {}, cost)
             try:
                 self._key = bytes_of(made.tensors.get(KEY))
             except ValueError as error:
@@ -173,7 +167,8 @@ class EncryptedOverSites:
                 f"show them: it needs {FEWEST_CLIENTS} or more"
             )
         asked = replace(agreed, stage="open", senders=senders)
-        answer = self._asked_opener(asked, {TOTAL: total.encode()}, cost)
+        told = {TOTAL: total.encode()}
+        answer = self._asked_opener(asked, layout.round_index, told, cost)
         values = _values(answer.tensors.get(OPENED), layout, opener)
         return HiddenSum(values, frozenset(sender.client for sender in senders), cost)
 
@@ -185,40 +180,33 @@ class EncryptedOverSites:
         total: EncryptedUpdate | None = None
         senders: list[Sender] = []
         for orders in self._waves(asked, layout):
-            for part in self._sites.ask(orders, cost):
-                began = time.process_time()
+            for part in _parts(self._remote, orders, cost):
                 try:
-                    message, sender = _message_of(part, layout)
-                    total = server.plus(total, message)
+                    with timed(cost, "server_seconds"):
+                        message, sender = _message_of(part, layout)
+                        total = server.plus(total, message)
                 except ValueError as error:
                     told = f"at site {part.reply.site}: it left the encrypted sum: {error}"
-                    self._sites.lost(part.client, told)
+                    self._lost(part.client, told)
                 else:
                     senders.append(sender)
-                add_seconds(cost, "server_seconds", began)
         return total, tuple(senders)
 
     def _waves(self, asked: EncryptedStage, layout: CKKSLayout) -> Iterator[dict[str, Order]]:
         """Yield orders to encrypt, with a limited number of clients per site at a time."""
         size = layout.num_ciphertexts * ciphertext_bytes(layout.parameters)
         num_together = max(1, MOST_BYTES // max(1, size))
-        left = {site: iter(c) for site, c in by_site(asked.clients, self._sites.site_of).items()}
-        options = document_of(asked)
-        key = {KEY: as_tensor(self._key)}
-        while True:
-            next_ones = {
-                site: tuple(islice(clients, num_together)) for site, clients in left.items()
-            }
-            if not any(next_ones.values()):
-                return
-            yield {
-                site: self._sites.write(some, options, key)
-                for site, some in next_ones.items()
-                if some
-            }
+        left = {site: iter(c) for site, c in self._remote.by_site(asked.clients).items()}
+        content = document_of(asked), {KEY: as_tensor(self._key)}
+        while some := [c for clients in left.values() for c in islice(clients, num_together)]:
+            yield self._remote.orders("sum", some, lambda _: content, layout.round_index)
 
     def _asked_opener(
-        self, asked: EncryptedStage, tensors: Mapping[str, bytes], cost: ProtectionCost
+        self,
+        asked: EncryptedStage,
+        round_index: int,
+        tensors: Mapping[str, bytes],
+        cost: ProtectionCost,
     ) -> Answer:
         """Return the opener's answer to an order; the bytes are counted for its first client.
 
@@ -227,9 +215,9 @@ class EncryptedOverSites:
         """
         opener, given = asked.opener, {KEY: self._key, **tensors} if self._key else tensors
         told = {name: as_tensor(data) for name, data in given.items()}
-        order = self._sites.write((), document_of(asked), told)
-        [reply] = self._sites.correspondence.ask({opener: order})
-        first = by_site(asked.clients, self._sites.site_of)[opener][0]
+        order = self._remote.greeting.write("sum", (), document_of(asked), told, round_index)
+        [reply] = self._remote.correspondence.ask({opener: order})
+        first = self._remote.by_site(asked.clients)[opener][0]
         cost.bytes_up[first] += reply.bytes_up
         cost.bytes_down[first] += reply.bytes_down
         if reply.answer is None:

@@ -31,11 +31,12 @@ from fl_lightning.federation import (
 from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.packing import RunMask, hold_model, mask_of
 from fl_lightning.flower.policy import Policy
-from fl_lightning.flower.site.ledger import RunAccount
+from fl_lightning.flower.site.ledger import Ledger
 from fl_lightning.flower.site.memory import Calibrates, SiteMemory
 from fl_lightning.flower.site.order_queue import OrderQueue, OrderResult
 from fl_lightning.flower.site.privacy import hidden_at_site
 from fl_lightning.flower.site.rounds import SiteRounds, evaluated
+from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.masks.mask import Mask
 
@@ -47,13 +48,15 @@ class Fit(NamedTuple):
         configuration: configuration with the site's own options.
         queue: queue of orders and results.
         memory: client state on disk.
-        account: privacy account of the run.
+        sums: hidden sums of the run.
+        ledger: privacy that the clients have spent, with that of the run.
     """
 
     configuration: Mapping[str, Any]
     queue: OrderQueue
     memory: SiteMemory
-    account: RunAccount
+    sums: SiteSums
+    ledger: Ledger
 
     @property
     def num_rounds(self) -> int | None:
@@ -79,7 +82,6 @@ class AtSite(Callback):
         self._queue, self._memory = fit.queue, fit.memory
         self._cleanup = ExitStack()
         self._applier: Callable[[Mask], None] | None = None
-        self._order: Order | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace the fit loop's batches by orders."""
@@ -101,7 +103,7 @@ class AtSite(Callback):
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
         run, stages = begin_at_site(trainer, options, calendar)
         sums, privacy = hidden_at_site(
-            self._given, run, self._fit.num_rounds, self._policy, self._fit.account
+            self._given, run, self._fit.num_rounds, self._policy, self._fit.ledger
         )
         self._rounds = SiteRounds(run, options, stages, self._allows, sums, privacy)
         self._memory.serve(run.memory)
@@ -169,7 +171,6 @@ class AtSite(Callback):
                 self._calibrate(trainer, order)
             else:
                 self._follow_mask(trainer, order)
-        self._order = order
         self._rounds.obey(order)
         if order is None:
             trainer.should_stop = True
@@ -188,10 +189,11 @@ class AtSite(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer the order with the round's updates."""
-        if self._order is not None:
+        if (order := self._rounds.order) is not None:
             self._rounds.pay()
             done = self._rounds.done
-            self._memory.end(self._order, [answer.client for answer in done.answers])
+            self._memory.end(order, [answer.client for answer in done.answers])
+            self._fit.sums.keep(self._rounds.vectors, self._rounds.rules, order)
             self._queue.answer(done)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -72,22 +72,26 @@ class PrivacyBudget:
         return f"ε {self.epsilon:g} at δ {self.delta:g}, per: {self.per}"
 
 
+@dataclass(frozen=True)
 class Ledger:
-    """Records on disk the privacy that a site's clients have spent.
-
-    Args:
-        file: path of the ledger; the first release creates it.
-        budget: privacy budget of each client; None for no limit, and ε of all time at δ 1e-5.
+    """Records on disk the privacy that a site's clients have spent, and checks their budget.
 
     Attributes:
-        file: path of the ledger.
-        budget: privacy budget of each client.
-        delta: δ at which ε is computed.
+        file: path of the ledger; the first release creates it.
+        budget: privacy budget of each client; None for no limit, and ε of all time at δ 1e-5.
+        run: id of the run that releases are of.
+        configuration: hash of its configuration.
     """
 
-    def __init__(self, file: Path, budget: PrivacyBudget | None) -> None:
-        self.file, self.budget = file, budget
-        self.delta = _DELTA if budget is None else budget.delta
+    file: Path
+    budget: PrivacyBudget | None
+    run: str = ""
+    configuration: str = ""
+
+    @property
+    def delta(self) -> float:
+        """The δ at which ε is computed."""
+        return _DELTA if self.budget is None else self.budget.delta
 
     def entries(self) -> list[dict[str, Any]]:
         """Return the entries of all days.
@@ -119,10 +123,6 @@ class Ledger:
         """Return the ε of the budget that is left; None without a budget."""
         return None if self.budget is None else max(0.0, self.budget.epsilon - self.spent())
 
-    def of_run(self, run: str, configuration: str) -> RunAccount:
-        """Return the account of a run under a configuration."""
-        return RunAccount(self, run, configuration)
-
     def of_period(self) -> list[dict[str, Any]]:
         """Return the entries that count towards the budget."""
         days = None if self.budget is None else PERIODS[self.budget.per]
@@ -130,21 +130,6 @@ class Ledger:
             return self.entries()
         first = date.today() - timedelta(days=days - 1)
         return [each for each in self.entries() if date.fromisoformat(each["day"]) >= first]
-
-
-@dataclass(frozen=True)
-class RunAccount:
-    """Privacy account of one run under one configuration at a site.
-
-    Attributes:
-        ledger: of the site.
-        run: id of the run.
-        configuration: hash of its configuration.
-    """
-
-    ledger: Ledger
-    run: str
-    configuration: str
 
     def check(self, cost: ReleaseCost, clients: Iterable[int], turns: int | None = None) -> None:
         """Raise if the budget of a client is too small for its updates in this run, past ones included.
@@ -157,11 +142,10 @@ class RunAccount:
         Raises:
             Refused: with the budget and the ε that the client would have spent.
         """
-        ledger = self.ledger
-        if ledger.budget is None:
+        if self.budget is None:
             return
-        own = _by_client(each for each in ledger.entries() if self._has(each))
-        spent = _by_client(each for each in ledger.of_period() if not self._has(each))
+        own = _by_client(each for each in self.entries() if self._has(each))
+        spent = _by_client(each for each in self.of_period() if not self._has(each))
         nothing = Counter[ReleaseCost]()
         cases = {
             (frozenset(spent.get(c, nothing).items()), own.get(c, nothing).total()): c
@@ -169,17 +153,17 @@ class RunAccount:
         }
         for (others, made), client in cases.items():
             before, number = Counter(dict(others)), made + 1 if turns is None else max(turns, made)
-            epsilon = composed_epsilon(before + Counter({cost: number}), ledger.delta)
-            if not epsilon <= ledger.budget.epsilon:  # NaN neither
+            epsilon = composed_epsilon(before + Counter({cost: number}), self.delta)
+            if not epsilon <= self.budget.epsilon:  # NaN neither
                 raise Refused(
-                    f"most_epsilon is {ledger.budget} at this site, and client {client} would have spent "
-                    f"{epsilon:.4g}, {composed_epsilon(before, ledger.delta):.4g} of it in other runs: add "
+                    f"most_epsilon is {self.budget} at this site, and client {client} would have spent "
+                    f"{epsilon:.4g}, {composed_epsilon(before, self.delta):.4g} of it in other runs: add "
                     "noise, or train fewer rounds"
                 )
 
     def charge(self, cost: ReleaseCost, clients: Iterable[int]) -> None:
         """Record one update of each client on disk, before the updates leave."""
-        entries = self.ledger.entries()
+        entries = self.entries()
         about = {"run": self.run, "configuration": self.configuration, "cost": asdict(cost)}
         about["day"] = date.today().isoformat()
         entry = next((e for e in entries if about.items() <= e.items()), None)
@@ -187,7 +171,7 @@ class RunAccount:
             entries.append(entry := {**about, "releases": {}})
         for client in clients:
             entry["releases"][str(client)] = entry["releases"].get(str(client), 0) + 1
-        with whole_file(self.ledger.file) as file:
+        with whole_file(self.file) as file:
             file.write(json.dumps({"entries": entries}, indent=1).encode())
 
     def _has(self, entry: Mapping[str, Any]) -> bool:

@@ -11,10 +11,8 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-import numpy.typing as npt
 from torch import Tensor
 
-from fl_lightning.core.errors import ClientFailure
 from fl_lightning.flower.class_paths import Refused
 from fl_lightning.flower.messages import ClientAnswer, Order
 
@@ -26,19 +24,11 @@ class OrderResult:
     Attributes:
         answers: answers of the clients of the order.
         tensors: tensors of the answers.
-        vectors: vectors for a hidden sum, by client; they stay at the site.
-        rules: options of the hidden sum by the configuration.
-        failures: failures of clients.
-        error: error that has ended the fit; other fields are then empty.
         options: options of the answer; before the first order, facts about the site.
     """
 
     answers: list[ClientAnswer] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    vectors: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
-    rules: Mapping[str, Any] = field(default_factory=dict)
-    failures: list[ClientFailure] = field(default_factory=list)
-    error: BaseException | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -57,17 +47,21 @@ class OrderQueue:
     def __init__(self, most_minutes: float = math.inf) -> None:
         self._most_minutes, self._timer = most_minutes, threading.Timer(0, lambda: None)
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
-        self._done: SimpleQueue[OrderResult] = SimpleQueue()
+        self._done: SimpleQueue[OrderResult | BaseException] = SimpleQueue()
         self._waiting: Order | None = None
 
-    def ask(self, order: Order) -> OrderResult:
-        """Pass an order to the Trainer, and wait for the result."""
-        self._orders.put(order)
-        return self._done.get()
+    def ask(self, order: Order | None) -> OrderResult:
+        """Pass an order to the Trainer, and wait for the result; None to wait for the facts, which come first.
 
-    def wait(self) -> OrderResult:
-        """Wait for the facts about the site, which come before the first order."""
-        return self._done.get()
+        Raises:
+            BaseException: the error that has ended the fit.
+        """
+        if order is not None:
+            self._orders.put(order)
+        done = self._done.get()
+        if isinstance(done, BaseException):
+            raise done
+        return done
 
     def close(self) -> None:
         """Make the Trainer end its fit."""
@@ -110,6 +104,6 @@ class OrderQueue:
         self._done.put(done)
 
     def fail(self, error: BaseException) -> None:
-        """Return the error that has ended the fit as the result of the last order."""
-        is_late = isinstance(error, OutOfTime)
-        self.answer(OrderResult(error=Refused(str(error)) if is_late else error))
+        """Have `ask` raise the error that has ended the fit."""
+        self._timer.cancel()
+        self._done.put(Refused(str(error)) if isinstance(error, OutOfTime) else error)

@@ -18,7 +18,7 @@ from fl_lightning.data.cohorts.population import ClientIds
 from fl_lightning.federation import Options, Run
 from fl_lightning.flower.messages import Order, OrderRefused
 from fl_lightning.flower.policy import Policy, Refused
-from fl_lightning.flower.site.ledger import RunAccount
+from fl_lightning.flower.site.ledger import Ledger
 from fl_lightning.privacy.mechanism import AccountedRun, Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import clipped
@@ -33,7 +33,7 @@ class SitePrivacy:
     Args:
         privacy: privacy of the configuration.
         run: rounds, cohorts and seed of the configuration.
-        account: privacy account of the run; a cost above its budget is refused.
+        ledger: of the run; a cost above its budget is refused.
         clients: clients of this site.
         secure: True to draw noise from the system's secure generator.
 
@@ -47,16 +47,16 @@ class SitePrivacy:
         self,
         privacy: Privacy,
         run: AccountedRun,
-        account: RunAccount,
+        ledger: Ledger,
         clients: Iterable[int],
         *,
         secure: bool = True,
     ) -> None:
-        self._run, self._account = run, account
+        self._run, self._ledger = run, ledger
         source = NoiseSource(None if secure else run.seed)
         self.clip_norm, self.mechanism = privacy.clip_norm, privacy.mechanism(run, source)
         self.cost = self.mechanism.release_cost
-        account.check(self.cost, clients, run.most_turns(run.planned_rounds))
+        ledger.check(self.cost, clients, run.most_turns(run.planned_rounds))
         self._cohorts: Iterator[tuple[int, ClientIds]] = iter(())
         self._present: tuple[int, ClientIds] | None = None
 
@@ -81,11 +81,11 @@ class SitePrivacy:
             )
         if not order.options.get("buffers_stay", True):
             raise OrderRefused("policy", "the order asks for buffers, which no noise covers")
-        self._account.check(self.cost, order.clients)
+        self._ledger.check(self.cost, order.clients)
 
     def charge(self, clients: Iterable[int]) -> None:
         """Charge each client for one update, before the update leaves."""
-        self._account.charge(self.cost, clients)
+        self._ledger.charge(self.cost, clients)
 
     def noisy(self, update: ClientUpdate, round_index: int) -> ClientUpdate:
         """Return the update with a clipped and noisy delta, as it leaves the site."""
@@ -95,7 +95,7 @@ class SitePrivacy:
 
 
 def hidden_at_site(
-    options: Options, run: Run, num_rounds: int | None, policy: Policy, account: RunAccount
+    options: Options, run: Run, num_rounds: int | None, policy: Policy, ledger: Ledger
 ) -> tuple[Protected | None, SitePrivacy | None]:
     """Return the hidden sums and the privacy of a run at a site; None for each that the run does not have.
 
@@ -104,7 +104,7 @@ def hidden_at_site(
         run: run of the site.
         num_rounds: planned number of rounds.
         policy: policy of the site.
-        account: privacy account of the run.
+        ledger: privacy that the clients have spent, with that of the run.
 
     Raises:
         ConfigurationError: if updates cannot be hidden over a network, or the run exceeds the budget.
@@ -125,7 +125,7 @@ def hidden_at_site(
     made = partial(
         SitePrivacy,
         private,
-        account=account,
+        ledger=ledger,
         clients=policy.clients,
         secure=private.secure_noise or not policy.seeded_noise,
     )

@@ -8,11 +8,13 @@ Clients are evaluated on the examples that they hold out.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -47,6 +49,7 @@ from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums import rules_of
 from fl_lightning.server.protected import Protected, Terms
 
+log = logging.getLogger(__name__)
 # facts that are sent beside an update, with the names under which the server logs them
 NORM, ERROR = "round/client_update_norm", "round/compression_error"
 
@@ -64,7 +67,9 @@ class SiteRounds:
 
     Attributes:
         run: run of the site.
+        order: current order; None in a round without training.
         done: result of the current order.
+        vectors: vectors of the clients for a hidden sum, which stay at the site.
     """
 
     def __init__(
@@ -85,19 +90,24 @@ class SiteRounds:
         for stage in stages:
             stage.place(run.local.space, None)
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
-        self._order: Order | None = None
         self._constants_agree = False
-        self.done = OrderResult()
+        self.obey(None)
 
     def obey(self, order: Order | None) -> None:
         """Set the order of the next round; None for a round without training."""
-        self._order = order
+        self.order = order
         self.done = OrderResult()
+        self.vectors: dict[int, npt.NDArray[Any]] = {}
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Options of the hidden sum of the current order; none without one."""
+        return {} if self._sums is None else rules_of(self._sums.agreed_sum)
 
     def train(self, cohort: CohortBatch) -> None:
         """Train the clients of the current order, if any; those from Lightning's loader are ignored."""
-        if self._order is not None:
-            self._train(self._order)
+        if self.order is not None:
+            self._train(self.order)
 
     def _train(self, order: Order) -> None:
         model = self._begin(order)
@@ -116,8 +126,6 @@ class SiteRounds:
                 OPTION: sums.logged,
                 "reductions": {name: how for name, how in reductions if self._allows(name)},
             }
-            if self._sums is not None:  # whose options follow from the order
-                self.done.rules = rules_of(self._sums.agreed_sum)
             self.run.local.check_constants()
         finally:
             self._clients.restore(model)
@@ -189,7 +197,7 @@ class SiteRounds:
                 self.done.tensors[f"{update.client_id}/payload"] = payload
                 self._answer(made, update, {NORM: float(made.norm), ERROR: error})
             else:
-                self.done.vectors[update.client_id] = self._sums.vector_of(update)
+                self.vectors[update.client_id] = self._sums.vector_of(update)
                 self._answer(made, update, {})
 
     def _answer(self, made: ClientUpdate, update: ClientUpdate, facts: dict[str, float]) -> None:
@@ -221,8 +229,8 @@ class SiteRounds:
 
     def _answer_nothing(self, failure: ClientFailure) -> None:
         """Answer that a client has failed; the reason stays at the site."""
+        log.warning("round %d, %s", self.run.round_index, failure, exc_info=failure.__cause__)
         self.done.answers.append(ClientAnswer(client=failure.client_id, failure=_category(failure)))
-        self.done.failures.append(failure)
 
 
 def _category(failure: ClientFailure) -> str:

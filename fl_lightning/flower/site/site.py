@@ -17,6 +17,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -113,22 +114,35 @@ class Site:
             order = Order.from_bytes(content, limit=self._policy.most_bytes)
         except MessageError as error:
             is_large = len(content) > self._policy.most_bytes
-            failure = _logged("size" if is_large else "message", error, told)
-            return Answer.refusal(content, site=self._name, failure=failure).to_bytes()
+            return self._refusal(name, "size" if is_large else "message", error, told)
         told |= {"kind": order.kind, "run": order.run, "round": order.round}
         told["clients"] = list(order.clients)
         try:
-            answer = self._follow(order, name)
+            done = self._follow(order)
+            answer = Answer(
+                site=self._name,
+                order=name,
+                clients=tuple(done.answers),
+                options=done.options,
+                tensors=done.tensors,
+            )
             content = answer.to_bytes()
             if order.kind == "train":
                 self._keep(order, name, content)
             elif order.kind == "sum":
                 self._last_sum = name, content
         except Exception as error:  # noqa: BLE001 - whatever it says may hold data
-            failure = _logged(category_of(error), error, told)
-            return self._answer(order, name, failure=failure).to_bytes()
+            return self._refusal(name, category_of(error), error, told)
         told["metrics"] = _names_in(answer)
         return content
+
+    def _refusal(self, name: str, category: str, error: Exception, told: dict[str, Any]) -> bytes:
+        """Write an error to the site's logs, and return the answer, with its category and an id."""
+        failure = Failure(category)
+        told["refusal"] = f"{category}: {error}"
+        told["failure"] = failure.id
+        log.error("failure %s, %s", failure.id, category, exc_info=error)
+        return Answer(site=self._name, order=name, failure=failure).to_bytes()
 
     def _audit(self, told: dict[str, Any]) -> None:
         """Add a line on an order, with the spent privacy, to the audit log."""
@@ -139,28 +153,28 @@ class Site:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         audit.info(json.dumps({"time": now, "site": self._name} | told | epsilon))
 
-    def _follow(self, order: Order, name: str) -> Answer:
+    def _follow(self, order: Order) -> OrderResult:
         if order.kind == "hello":
-            return self._answer(order, name, OrderResult(options=self._hello(order)))
+            return OrderResult(options=self._hello(order))
         self._check_run(order)
         if order.kind == "stop":
             self._stop()
-            return self._answer(order, name)
-        self._policy.clients_here(order.clients)
+            return OrderResult()
+        self._policy.check_clients(order.clients)
         if order.kind == "sum":
-            return self._answer(order, name, self._sums.follow(order))
+            return self._sums.follow(order)
         if order.kind == "calibrate":
             self._policy.check_unprotected("a calibration")
-            return self._answer(order, name, self._asked(order))
+            return self._asked(order)
         if order.options.get("mask", "") != self._mask:
             raise OrderRefused(
                 "mask", f"this site has the mask {self._mask or 'of no calibration'}"
             )
-        if order.kind == "evaluate":
-            if not self._policy.log_unprotected:
-                self._policy.check_unprotected("an evaluation of clients")
-            return self._answer(order, name, self._asked(order))
-        return self._answer(order, name, self._trained(order))
+        if order.kind == "evaluate" and not self._policy.log_unprotected:
+            self._policy.check_unprotected("an evaluation of clients")
+        if order.kind == "train":
+            self._check_round(order)
+        return self._asked(order)
 
     def _check_run(self, order: Order) -> None:
         if order.run != self._run:
@@ -170,38 +184,13 @@ class Site:
         if order.configuration != self._configuration:
             raise OrderRefused("configuration", f"the order has {order.configuration}")
 
-    def _trained(self, order: Order) -> OrderResult:
+    def _check_round(self, order: Order) -> None:
         # without rounds each client has its own last round, and its state shows if the server went back
         last = self._round if self._has_rounds else max(order.counted.values())
         if order.round <= last:
             raise OrderRefused(
                 "round", f"this site has answered round {last}, not this order of {order.round}"
             )
-        done = self._asked(order)
-        self._sums.keep(done.vectors, done.rules, order)
-        for failure in done.failures:
-            log.warning("round %d, %s", order.round, failure, exc_info=failure.__cause__)
-        return done
-
-    def _answer(
-        self,
-        order: Order,
-        name: str,
-        done: OrderResult | None = None,
-        failure: Failure | None = None,
-    ) -> Answer:
-        done = done or OrderResult()
-        return Answer(
-            kind=order.kind,
-            run=order.run,
-            round=order.round,
-            site=self._name,
-            order=name,
-            clients=tuple(done.answers),
-            options=done.options,
-            tensors=done.tensors,
-            failure=failure,
-        )
 
     def _hello(self, order: Order) -> Mapping[str, Any]:
         """Start the fit of a run unless it is running, adopt a new mask, and return facts about the site."""
@@ -230,22 +219,19 @@ class Site:
         folder = self._folder / order.run
         self._recall(folder)
         self._sums, self._last_sum = SiteSums(folder, self._policy), ("", b"")
-        account = self._ledger.of_run(order.run, order.configuration)
-        self._fits.put(Fit(configuration, self._queue, SiteMemory(folder), account))
-        done = self._queue.wait()
-        if done.error is not None:
-            self._queue = None
-            raise done.error
-        self._facts = done.options
+        ledger = replace(self._ledger, run=order.run, configuration=order.configuration)
+        self._fits.put(Fit(configuration, self._queue, SiteMemory(folder), self._sums, ledger))
+        self._facts = self._asked(None).options
 
-    def _asked(self, order: Order) -> OrderResult:
+    def _asked(self, order: Order | None) -> OrderResult:
+        """Return the fit's result of an order; None for its facts about the site, which come first."""
         if self._queue is None:
             raise OrderRefused("stopped", "the run has ended at this site: say hello again")
-        done = self._queue.ask(order)
-        if done.error is not None:
-            self._queue = None
-            raise done.error
-        return done
+        try:
+            return self._queue.ask(order)
+        except BaseException:
+            self._queue = None  # the fit has ended
+            raise
 
     def _stop(self) -> None:
         if self._queue is not None:
@@ -282,12 +268,3 @@ def _names_in(answer: Answer) -> list[str]:
     """Return the names of all metrics and facts in an answer."""
     single = {n for each in answer.clients for n in (*each.metrics, *each.facts)}
     return sorted(single | {entry[1] for entry in answer.options.get(OPTION, ())})
-
-
-def _logged(category: str, error: BaseException, told: dict[str, Any]) -> Failure:
-    """Write an error to the site's logs, and return the failure that the server is told."""
-    failure = Failure(category)
-    told["refusal"] = f"{category}: {error}"
-    told["failure"] = failure.id
-    log.error("failure %s, %s", failure.id, category, exc_info=error)
-    return failure

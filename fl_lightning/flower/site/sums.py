@@ -54,7 +54,6 @@ from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters
 from fl_lightning.secure.encryption.ckks import CKKSClient
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
 from fl_lightning.secure.protocol.client import SecureClient
-from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.messages import RevealRequest, decode
 from fl_lightning.secure.protocol.session import ProtocolStage
 from fl_lightning.secure.ring import RingIntegers
@@ -163,7 +162,7 @@ class SiteSums:
         if session.active and (unknown := sorted(set(agreed.sites) - policy.peers.keys())):
             raise OrderRefused("policy", f"the sum is with sites that peers do not have: {unknown}")
         kept.begin(list(agreed.clients), "began with a sum of {}")
-        key = None if policy.signing_key is None else SigningKey(policy.signing_key.read_bytes())
+        key = policy.private_key
         directory = agreed.directory({s: bytes.fromhex(k) for s, k in policy.peers.items()})
         self._agreed = agreed
         try:

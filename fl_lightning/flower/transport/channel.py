@@ -65,17 +65,8 @@ def ask(path: Path, order: bytes, seconds: float) -> bytes | None:
         order: bytes of the order.
         seconds: seconds after which an answer is useless.
     """
-    try:
-        with Client(str(path), "AF_UNIX") as connection:
-            limit_silence(connection, min(seconds, SILENCE))
-            send(connection, ORDER, order)
-            if not connection.poll(seconds):
-                return None
-            kind, content = receive(connection)
-            return None if kind == FAILED else content
-    except (EOFError, OSError) as error:
-        log.warning("no answer from %s: %r", path, error)
-        return None
+    kind, answer = _reply(path, ORDER, order, seconds)
+    return answer if kind == ORDER else None
 
 
 def state_of(path: Path) -> str | None:
@@ -84,14 +75,20 @@ def state_of(path: Path) -> str | None:
     Args:
         path: path of the socket.
     """
+    kind, state = _reply(path, STATE, b"", _STATE_SECONDS)
+    return state.decode(errors="replace") if kind == STATE else None
+
+
+def _reply(path: Path, kind: bytes, content: bytes, seconds: float) -> tuple[bytes, bytes]:
+    """Return the kind and content of the reply to a request; `FAILED` without one in time."""
     try:
         with Client(str(path), "AF_UNIX") as connection:
-            limit_silence(connection, _STATE_SECONDS)
-            send(connection, STATE, b"")
-            return receive(connection)[1].decode() if connection.poll(_STATE_SECONDS) else None
-    except (EOFError, OSError, ValueError) as error:
-        log.warning("no state from %s: %r", path, error)
-        return None
+            limit_silence(connection, min(seconds, SILENCE))
+            send(connection, kind, content)
+            return receive(connection) if connection.poll(seconds) else (FAILED, b"")
+    except (EOFError, OSError) as error:
+        log.warning("no answer from %s: %r", path, error)
+        return FAILED, b""
 
 
 def limit_silence(connection: Connection, seconds: float) -> None:

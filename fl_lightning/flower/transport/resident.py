@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import signal
-import socket
+import socketserver
 import stat
 import sys
 import threading
@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.core.processes import holder_of, try_lock
@@ -42,10 +44,9 @@ log = logging.getLogger(__name__)
 AUDIT, AUDIT_FILE = "fl_lightning.audit", "audit.jsonl"
 # sun_path of the system's sockaddr_un: 108 bytes on Linux, 104 on macOS, one of them the zero
 _LONGEST_PATH = 103
-_POLL_SECONDS = 1.0
 
 
-class Resident:
+class Resident(socketserver.ThreadingUnixStreamServer):
     """Listens at a socket, and has a handler answer orders, one at a time; each connection has a thread.
 
     Args:
@@ -56,10 +57,11 @@ class Resident:
         ConfigurationError: if others could reach the socket, or another process serves it.
     """
 
+    daemon_threads = True  # an order does not keep the process from its end
+
     def __init__(self, path: Path, handler: Handler) -> None:
         self._path, self._handler = path, handler
         self._at_work = threading.Lock()
-        self._is_closed = threading.Event()
         _make_folder(path)
         self._owned = path.with_name(f"{path.name}.lock").open("a+")
         if not try_lock(self._owned):
@@ -68,35 +70,25 @@ class Resident:
                     f"socket: process {holder_of(self._owned)} serves {path}: end it, or give this site "
                     "another socket"
                 )
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path.unlink(missing_ok=True)  # of a process that was killed
-        self._listening.bind(str(path))
-        path.chmod(0o600)
-        self._listening.listen()
-        self._listening.settimeout(_POLL_SECONDS)  # so that the thread sees the end
-        threading.Thread(target=self._accept, daemon=True, name="accept").start()
+        super().__init__(str(path), socketserver.BaseRequestHandler)
+        threading.Thread(target=self.serve_forever, daemon=True, name="accept").start()
 
     def close(self) -> None:
         """Stop listening; work that has begun is not interrupted."""
-        self._is_closed.set()
-        self._listening.close()
+        self.shutdown()
+        self.server_close()
         self._path.unlink(missing_ok=True)
         self._owned.close()
 
-    def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                connection, _ = self._listening.accept()
-            except TimeoutError:
-                continue
-            except OSError:  # closed
-                return
-            asker = Connection(connection.detach())
-            threading.Thread(target=self._serve, args=[asker], daemon=True).start()
+    @override
+    def server_bind(self) -> None:
+        super().server_bind()
+        self._path.chmod(0o600)  # before anybody can connect
 
-    def _serve(self, connection: Connection) -> None:
-        """Answer the request of one connection."""
-        with connection:
+    @override
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with Connection(request.detach()) as connection:
             try:
                 limit_silence(connection, SILENCE)
                 kind, content = receive(connection)

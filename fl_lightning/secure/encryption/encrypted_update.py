@@ -38,7 +38,7 @@ class EncryptedUpdate:
         >>> data = update.encode()
         >>> len(data) == update.num_bytes
         True
-        >>> arrived = EncryptedUpdate.decode(data, num_ciphertexts=2, num_clear=1)
+        >>> arrived = CKKSLayout(5001, selected=torch.arange(5000)).decoded(data)
         >>> arrived.ciphertexts, arrived.sender
         ((b'one', b'two'), 7)
     """
@@ -65,32 +65,6 @@ class EncryptedUpdate:
     @property
     def _width(self) -> int:
         return len(self.ciphertexts[0]) if self.ciphertexts else 0
-
-    @classmethod
-    def decode(cls, data: bytes, *, num_ciphertexts: int, num_clear: int) -> EncryptedUpdate:
-        """Read an encrypted update from a message, and check its form.
-
-        Args:
-            data: untrusted bytes.
-            num_ciphertexts: required number of ciphertexts.
-            num_clear: required number of coordinates in clear.
-
-        Raises:
-            MessageError: if these bytes are no such message. The contents of ciphertexts are not checked.
-        """
-        fields, tensors = read(data, _KIND)
-        forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
-        width = forms.get("ciphertexts", ("", (0,)))[1][-1:]
-        if fields or forms != _forms(num_ciphertexts, sum(width), num_clear):
-            raise MessageError(
-                f"no encrypted update of {num_ciphertexts} ciphertexts and {num_clear} numbers in clear"
-            )
-        if not torch.isfinite(tensors["clear"]).all():
-            raise MessageError("a number in clear is not finite")
-        if tensors["sender"] < 0:
-            raise MessageError("the sender's id is negative")
-        found = tuple(map(bytes_of, tensors["ciphertexts"]))
-        return cls(found, tensors["clear"], int(tensors["sender"]))
 
 
 def encrypted_size(num_ciphertexts: int, width: int, num_clear: int) -> int:
@@ -177,16 +151,26 @@ class CKKSLayout:
         return values
 
     def decoded(self, data: bytes) -> EncryptedUpdate:
-        """Read an encrypted update from a message.
+        """Read an encrypted update from a message, untrusted bytes.
 
         Raises:
-            MessageError: if the update does not have this layout.
+            MessageError: if the update does not have this layout. The contents of ciphertexts are not checked.
         """
-        return EncryptedUpdate.decode(
-            data,
-            num_ciphertexts=self.num_ciphertexts,
-            num_clear=self.size - self.num_encrypted,
-        )
+        fields, tensors = read(data, _KIND)
+        forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
+        width = forms.get("ciphertexts", ("", (0,)))[1][-1:]
+        num_clear = self.size - self.num_encrypted
+        if fields or forms != _forms(self.num_ciphertexts, sum(width), num_clear):
+            raise MessageError(
+                f"no encrypted update of {self.num_ciphertexts} ciphertexts and {num_clear} numbers in "
+                "clear"
+            )
+        if not torch.isfinite(tensors["clear"]).all():
+            raise MessageError("a number in clear is not finite")
+        if tensors["sender"] < 0:
+            raise MessageError("the sender's id is negative")
+        found = tuple(map(bytes_of, tensors["ciphertexts"]))
+        return EncryptedUpdate(found, tensors["clear"], int(tensors["sender"]))
 
 
 def most_sensitive(sensitivities: Tensor, fraction: float) -> Tensor:

@@ -23,11 +23,10 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.ring import RingIntegers
-from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
+from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
 
 LEAST_BITS = 2048  # 112 bits of security; 3072 have 128 (NIST SP 800-57, part 1, table 2)
-ACCURACY = 1e-6
 _LEAST_LEVELS = 1 << 8
 Ciphertexts = tuple[bytes, ...]
 
@@ -153,14 +152,15 @@ shorter keys can be broken; 3072 is the default
 
     def begin(self, terms: Terms, max_examples: int) -> PaillierSum:
         """Return the encryption for the updates of a run, with new keys."""
-        most = {
-            "num_clients": max(FEWEST_CLIENTS, terms.most_clients),
-            "max_examples": max_examples,
-            "bits": 64,
-        }
-        levels = fine_levels(**most, clip=self.clip, accuracy=ACCURACY, least=_LEAST_LEVELS)
         try:
-            quantiser = SumQuantiser(**most, clip=self.clip, levels=levels)
+            quantiser = SumQuantiser.of(
+                num_clients=max(FEWEST_CLIENTS, terms.most_clients),
+                clip=self.clip,
+                levels=None,
+                max_examples=max_examples,
+                bits=None,
+                least=_LEAST_LEVELS,
+            )
         except ValueError as error:
             raise ConfigurationError(f"EncryptedMean with Paillier: {error}") from error
         return PaillierSum(quantiser, self.key_bits, self.max_seconds)

@@ -13,20 +13,20 @@ finds its neighbours itself. The meaning of thresholds: section 6 of Bonawitz et
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.secure.entropy import Entropy, system_entropy
 from fl_lightning.secure.protocol.keys import (
     KEY_SIZE,
     AgreementKey,
-    Directory,
     ForgedError,
-    SigningKey,
+    Signatures,
     add_pad,
     seal,
-    signed_content,
     unseal,
 )
 from fl_lightning.secure.protocol.messages import (
@@ -40,7 +40,6 @@ from fl_lightning.secure.protocol.messages import (
     SealedShares,
     SignedSurvivors,
     Survivors,
-    Table,
     Upward,
     decode,
     encode,
@@ -70,7 +69,7 @@ class SecureClient:
         used: latest round in which this client has taken part, by run; kept over restarts, because pads
             that are used twice reveal two vectors. It is updated in place.
         signing_key: key that signs its messages; required in an active session.
-        directory: public signing keys of all clients; required in an active session.
+        directory: public signing keys of all clients by place; required in an active session.
 
     Raises:
         ValueError: if the vector or the place does not fit the session, or keys are missing.
@@ -84,8 +83,8 @@ class SecureClient:
         *,
         used: dict[str, int],
         entropy: Entropy = system_entropy,
-        signing_key: SigningKey | None = None,
-        directory: Directory | None = None,
+        signing_key: Ed25519PrivateKey | None = None,
+        directory: Mapping[int, bytes] | None = None,
     ) -> None:
         if not 0 <= place < session.num_clients:
             raise ValueError(f"place must be from 0 to {session.num_clients - 1}, got {place}")
@@ -96,7 +95,7 @@ class SecureClient:
         vector = with_checksum(session.ring.checked(vector), session.ring)
         self._session, self._place = session, place
         self._vector, self._entropy, self._used = vector, entropy, used
-        self._signing_key, self._directory = signing_key, directory
+        self._signatures = Signatures(session, directory, signing_key)
         self._expects: type[Any] | None = None
         self._refused = ""
 
@@ -116,7 +115,8 @@ class SecureClient:
         self._pad_key = AgreementKey(self._entropy(KEY_SIZE))
         self._keys = self._box_key.public + self._pad_key.public
         self._expects = Roster
-        return self._encoded(Advertisement(self._keys, self._signed("keys", self._keys)))
+        signature = self._signatures.sign("keys", self._place, self._keys)
+        return self._encoded(Advertisement(self._keys, signature))
 
     def receive(self, data: bytes) -> bytes:
         """Return the answer to a message of the server.
@@ -147,11 +147,8 @@ class SecureClient:
 
     def _share(self, roster: Roster) -> SealedShares:
         session = self._session
-        check_roster(session, self._place, self._keys, roster, self._directory)
+        self._neighbours = self._checked_neighbours(roster)
         self._participants, self._roster = roster.participants, roster.keys
-        self._neighbours = neighbours_of(
-            self._place, roster.participants, session.num_neighbours, session.graph_seed
-        )
         self._seed = self._entropy(KEY_SIZE)
         xs = [place + 1 for place in (*self._neighbours, self._place)]
         keys, seeds = (
@@ -169,11 +166,38 @@ class SecureClient:
         boxes = {peer: self._sealed(peer, share) for peer, share in shares.items()}
         return SealedShares(seed_commitment(session, self._place, self._seed), boxes, hashes)
 
+    def _checked_neighbours(self, roster: Roster) -> Places:
+        """Return this client's neighbours, unless it must not share secrets with a roster."""
+        session, me = self._session, self._place
+        if me not in roster.participants:
+            raise RefusedError("the roster leaves this client out")
+        self._check_enough(len(roster.participants), "participants")
+        near = neighbours_of(me, roster.participants, session.num_neighbours, session.graph_seed)
+        if len(near) + 1 < session.threshold:
+            raise RefusedError(
+                f"too few neighbours: {len(near)} and oneself, threshold is {session.threshold}"
+            )
+        if roster.keys.keys() != near | {me}:
+            raise RefusedError("the roster must have the keys of oneself and one's neighbours")
+        if roster.keys[me][: 2 * KEY_SIZE] != self._keys:
+            raise RefusedError("the roster has another key for this client than its own")
+        halves = [key[at : at + KEY_SIZE] for key in roster.keys.values() for at in (0, KEY_SIZE)]
+        if len(set(halves)) < len(halves):
+            raise RefusedError("two keys in the roster are the same")
+        for place, entry in roster.keys.items():
+            keys, signature = entry[: 2 * KEY_SIZE], entry[2 * KEY_SIZE :]
+            self._signatures.check("keys", place, keys, signature)
+        return near
+
     def _mask(self, mailbox: Mailbox) -> MaskedVector:
         session, ring = self._session, self._session.ring
-        check_mailbox(session, self._place, self._participants, self._neighbours, mailbox)
+        self._check_mailbox(mailbox)
         opened = {peer: self._opened(peer, box) for peer, box in mailbox.boxes.items()}
-        check_shares(session, self._place, opened, mailbox)
+        for peer, shares in opened.items():
+            if share_hashes(session, peer, self._place, shares) != mailbox.hashes[peer]:
+                raise ForgedError(
+                    f"client {peer} sent client {self._place} other shares than those it is bound to"
+                )
         self._shares = self._shares | opened
         self._sharers = mailbox.sharers
         total = self._vector.copy()
@@ -185,17 +209,35 @@ class SecureClient:
         self._expects = Survivors if session.active else RevealRequest
         return MaskedVector(ring.reduced(total))
 
+    def _check_mailbox(self, mailbox: Mailbox) -> None:
+        """Raise RefusedError if pads with these clients would not protect the vector."""
+        sharers, boxes = mailbox.sharers, mailbox.boxes
+        if self._place not in sharers or not sharers <= self._participants:
+            raise RefusedError("those who shared must be participants, with oneself among them")
+        self._check_enough(len(sharers), "clients that shared")
+        if not boxes.keys() == mailbox.hashes.keys() == self._neighbours & sharers:
+            raise RefusedError("the boxes must be those of exactly the neighbours that shared")
+        if len(boxes) + 1 < self._session.threshold:
+            raise RefusedError(
+                f"too few neighbours: {len(boxes)} shared, and oneself; threshold is "
+                f"{self._session.threshold}"
+            )
+
     def _agree(self, message: Survivors) -> SignedSurvivors:
         self._check_survivors(message.survivors)
         self._agreed = message.survivors
         bits = places_as_bits(self._session, message.survivors)
         self._expects = RevealRequest
-        return SignedSurvivors(self._signed("survivors", bits))
+        return SignedSurvivors(self._signatures.sign("survivors", self._place, bits))
 
     def _reveal(self, request: RevealRequest) -> RevealedShares:
         self._check_survivors(request.survivors)
-        agreed = self._agreed if self._session.active else None
-        check_request(self._session, self._sharers, agreed, request, self._directory)
+        if both := request.survivors & request.dropped:
+            raise RefusedError(f"both secrets of clients {sorted(both)} are asked for")
+        if request.survivors | request.dropped != self._sharers:
+            raise RefusedError("survivors and dropped together must be those who shared")
+        if self._session.active:
+            self._check_agreed(request)
         self._expects = None
         # the share of the key comes first, then that of the seed
         return RevealedShares(
@@ -204,8 +246,41 @@ class SecureClient:
         )
 
     def _check_survivors(self, survivors: Places) -> None:
-        holders = self._neighbours | {self._place}
-        check_survivors(self._session, self._place, self._sharers, holders, survivors)
+        """Raise RefusedError if these cannot be the clients whose vectors have arrived."""
+        if not survivors <= self._sharers:
+            extra = sorted(survivors - self._sharers)
+            raise RefusedError(f"the survivors must be among those who shared, {extra} are not")
+        if self._place not in survivors:
+            raise RefusedError("the survivors leave this client out, whose vector was sent")
+        self._check_enough(len(survivors), "survivors")
+        near, threshold = survivors & (self._neighbours | {self._place}), self._session.threshold
+        if len(near) < threshold:
+            raise RefusedError(
+                f"{len(near)} survivors near this client are below the threshold, {threshold}"
+            )
+
+    def _check_agreed(self, request: RevealRequest) -> None:
+        """Raise RefusedError or ForgedError if too few clients have signed the same survivors."""
+        session, signatures = self._session, request.signatures
+        if request.survivors != self._agreed:
+            raise RefusedError("the survivors have changed since this client signed them")
+        if not signatures.keys() <= request.survivors:
+            raise RefusedError("only survivors sign the survivors")
+        if len(signatures) < session.threshold:
+            raise RefusedError(
+                f"{len(signatures)} signatures of the survivors are below the threshold, "
+                f"{session.threshold}"
+            )
+        bits = places_as_bits(session, request.survivors)
+        for place, signature in signatures.items():
+            self._signatures.check("survivors", place, bits, signature)
+
+    def _check_enough(self, count: int, what: str) -> None:
+        if count < self._session.least_survivors:
+            raise RefusedError(
+                f"{count} {what} are too few: this session has at least "
+                f"{self._session.least_survivors}"
+            )
 
     def _secret(self, key: AgreementKey, public: bytes, purpose: str, peer: int) -> bytes:
         # bound to the keys of both, as this client has got them: if the peer has got other keys, neither can
@@ -222,118 +297,9 @@ class SecureClient:
         secret, identity = self._box_secrets[peer], self._session.identity
         return unseal(secret, box, identity, sender=peer, receiver=self._place)
 
-    def _signed(self, what: str, content: bytes) -> bytes:
-        if not self._session.active or self._signing_key is None:
-            return b""
-        return self._signing_key.sign(signed_content(self._session, what, self._place, content))
-
     def _encoded(self, message: Upward) -> bytes:
         return encode(self._session, self._place, message)
 
 
 def _share_bytes(share: int) -> bytes:
     return share.to_bytes(SHARE_SIZE, "little")
-
-
-def check_roster(
-    session: Session, me: int, own_keys: bytes, roster: Roster, directory: Directory | None
-) -> None:
-    """Raise RefusedError or ForgedError if this client must not share secrets with a roster."""
-    if me not in roster.participants:
-        raise RefusedError("the roster leaves this client out")
-    _check_enough(session, len(roster.participants), "participants")
-    near = neighbours_of(me, roster.participants, session.num_neighbours, session.graph_seed)
-    holders = near | {me}
-    if len(holders) < session.threshold:
-        raise RefusedError(
-            f"too few neighbours: {len(near)} and oneself, threshold is {session.threshold}"
-        )
-    if roster.keys.keys() != holders:
-        raise RefusedError("the roster must have the keys of oneself and one's neighbours")
-    if roster.keys[me][: 2 * KEY_SIZE] != own_keys:
-        raise RefusedError("the roster has another key for this client than its own")
-    halves = [entry[at : at + KEY_SIZE] for entry in roster.keys.values() for at in (0, KEY_SIZE)]
-    if len(set(halves)) < len(halves):
-        raise RefusedError("two keys in the roster are the same")
-    if session.active and directory is not None:
-        for place, entry in roster.keys.items():
-            keys, signature = entry[: 2 * KEY_SIZE], entry[2 * KEY_SIZE :]
-            directory.check(session, "keys", place, keys, signature)
-
-
-def check_mailbox(
-    session: Session, me: int, participants: Places, near: Places, mailbox: Mailbox
-) -> None:
-    """Raise RefusedError if pads with these clients would not protect a vector."""
-    if me not in mailbox.sharers or not mailbox.sharers <= participants:
-        raise RefusedError("those who shared must be participants, with oneself among them")
-    _check_enough(session, len(mailbox.sharers), "clients that shared")
-    if not mailbox.boxes.keys() == mailbox.hashes.keys() == near & mailbox.sharers:
-        raise RefusedError("the boxes must be those of exactly the neighbours that shared")
-    if len(mailbox.boxes) + 1 < session.threshold:
-        raise RefusedError(
-            f"too few neighbours: {len(mailbox.boxes)} shared, and oneself; threshold is "
-            f"{session.threshold}"
-        )
-
-
-def check_shares(session: Session, me: int, opened: Table, mailbox: Mailbox) -> None:
-    """Raise ForgedError if shares do not fit the hashes that a neighbour has committed to."""
-    for peer, shares in opened.items():
-        if share_hashes(session, peer, me, shares) != mailbox.hashes[peer]:
-            raise ForgedError(
-                f"client {peer} sent client {me} other shares than those it is bound to"
-            )
-
-
-def check_survivors(
-    session: Session, me: int, sharers: Places, holders: Places, survivors: Places
-) -> None:
-    """Raise RefusedError if these cannot be the clients whose vectors have arrived."""
-    if not survivors <= sharers:
-        extra = sorted(survivors - sharers)
-        raise RefusedError(f"the survivors must be among those who shared, {extra} are not")
-    if me not in survivors:
-        raise RefusedError("the survivors leave this client out, whose vector was sent")
-    _check_enough(session, len(survivors), "survivors")
-    if len(survivors & holders) < session.threshold:
-        raise RefusedError(
-            f"{len(survivors & holders)} survivors near this client are below the threshold, "
-            f"{session.threshold}"
-        )
-
-
-def check_request(
-    session: Session,
-    sharers: Places,
-    agreed: Places | None,
-    request: RevealRequest,
-    directory: Directory | None,
-) -> None:
-    """Raise RefusedError or ForgedError if the requested shares must not be revealed together."""
-    both = request.survivors & request.dropped
-    if both:
-        raise RefusedError(f"both secrets of clients {sorted(both)} are asked for")
-    if request.survivors | request.dropped != sharers:
-        raise RefusedError("survivors and dropped together must be those who shared")
-    if not session.active or directory is None:
-        return
-    if request.survivors != agreed:
-        raise RefusedError("the survivors have changed since this client signed them")
-    if not request.signatures.keys() <= request.survivors:
-        raise RefusedError("only survivors sign the survivors")
-    if len(request.signatures) < session.threshold:
-        raise RefusedError(
-            f"{len(request.signatures)} signatures of the survivors are below the threshold, "
-            f"{session.threshold}"
-        )
-    bits = places_as_bits(session, request.survivors)
-    for place, signature in request.signatures.items():
-        directory.check(session, "survivors", place, bits, signature)
-
-
-def _check_enough(session: Session, count: int, what: str) -> None:
-    if count < session.least_survivors:
-        raise RefusedError(
-            f"{count} {what} are too few: this session has at least {session.least_survivors}"
-        )

@@ -138,77 +138,63 @@ def unseal(key: bytes, box: bytes, context: bytes, *, sender: int, receiver: int
         ) from None
 
 
-@dataclass(frozen=True)
-class SigningKey:
-    """A party's Ed25519 key, the same in all rounds; all parties know the public half.
-
-    Args:
-        private: 32 bytes.
-    """
-
-    private: bytes
-
-    def __repr__(self) -> str:
-        return f"SigningKey(public={self.public.hex()})"
-
-    @property
-    def public(self) -> bytes:
-        """The public key, 32 bytes."""
-        return Ed25519PrivateKey.from_private_bytes(self.private).public_key().public_bytes_raw()
-
-    def sign(self, content: bytes) -> bytes:
-        """Return the signature, 64 bytes."""
-        return Ed25519PrivateKey.from_private_bytes(self.private).sign(content)
-
-
 def _direction(key: bytes, pair: bytes) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_SIZE, salt=None, info=b"box" + pair).derive(key)
 
 
-@dataclass(frozen=True)
-class Directory:
-    """The public signing keys of all clients.
+class Signatures:
+    """Makes and checks the signatures of a session; without an active server, all are empty.
 
     Args:
-        keys: public keys by place, 32 bytes each.
+        session: session of the messages.
+        directory: public keys (Ed25519) of all clients by place, 32 bytes each; needed in an active session.
+        own: private key of a client, needed there as well; None at the server.
+
+    Raises:
+        ValueError: if the session is active and has no directory.
 
     Example:
-        >>> from fl_lightning.secure.protocol.keys import SigningKey
-        >>> key = SigningKey(b"k" * 32)
-        >>> session = Session(run="demo", round_index=0, num_clients=4, size=1, threshold=3)
-        >>> directory = Directory({2: key.public})
-        >>> signature = key.sign(signed_content(session, "keys", 2, b"content"))
-        >>> directory.check(session, "keys", 2, b"content", signature)
-        >>> directory.check(session, "keys", 2, b"another", signature)
+        >>> own = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
+        >>> session = Session(run="demo", round_index=0, num_clients=4, size=1, threshold=3, active=True)
+        >>> signatures = Signatures(session, {2: own.public_key().public_bytes_raw()}, own)
+        >>> signature = signatures.sign("keys", 2, b"content")
+        >>> signatures.check("keys", 2, b"content", signature)
+        >>> signatures.check("keys", 2, b"another", signature)
         Traceback (most recent call last):
         ...
         fl_lightning.secure.protocol.keys.ForgedError: the signature of client 2's keys is wrong
     """
 
-    keys: Mapping[int, bytes]
-
-    def check(
-        self, session: Session, what: str, place: int, content: bytes, signature: bytes
+    def __init__(
+        self,
+        session: Session,
+        directory: Mapping[int, bytes] | None,
+        own: Ed25519PrivateKey | None = None,
     ) -> None:
+        if session.active and directory is None:
+            raise ValueError("active needs directory: without, nobody is known")
+        self._session, self._directory, self._own = session, directory or {}, own
+
+    def sign(self, what: str, place: int, content: bytes) -> bytes:
+        """Return the signature of a content for one use, 64 bytes; none if the session is not active."""
+        if not self._session.active or self._own is None:
+            return b""
+        return self._own.sign(self._signed(what, place, content))
+
+    def check(self, what: str, place: int, content: bytes, signature: bytes) -> None:
         """Raise ForgedError if the client at a place has not signed a content for this use."""
-        signed = signed_content(session, what, place, content)
+        if not self._session.active:
+            return
         try:
-            key = Ed25519PublicKey.from_public_bytes(self.keys.get(place, b""))
-            key.verify(signature, signed)
+            key = Ed25519PublicKey.from_public_bytes(self._directory.get(place, b""))
+            key.verify(signature, self._signed(what, place, content))
         except (InvalidSignature, ValueError):
             raise ForgedError(f"the signature of client {place}'s {what} is wrong") from None
 
-
-def signed_content(session: Session, what: str, place: int, content: bytes) -> bytes:
-    """Return the bytes that a client signs, which depend on session, use and place."""
-    return (
-        b"fl_lightning "
-        + what.encode()
-        + b"\0"
-        + session.identity
-        + bytes([0])
-        + (place.to_bytes(4, "little") + content)
-    )
+    def _signed(self, what: str, place: int, content: bytes) -> bytes:
+        """Return the bytes that are signed, which depend on session, use and place."""
+        use = b"fl_lightning " + what.encode() + b"\0"
+        return use + self._session.identity + b"\0" + place.to_bytes(4, "little") + content
 
 
 CHUNK = 1 << 16  # bytes at a time, which fit into the cache

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.core.plain_json import MessageError
-from fl_lightning.secure.protocol.keys import KEY_SIZE, AgreementKey, Directory, add_pad
+from fl_lightning.secure.protocol.keys import KEY_SIZE, AgreementKey, Signatures, add_pad
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
     AnyMessage,
@@ -68,7 +68,7 @@ class SecureServer:
 
     Args:
         session: settings of the sum.
-        directory: public signing keys of all clients; required in an active session.
+        directory: public signing keys of all clients by place; required in an active session.
 
     Attributes:
         stage: current stage; None when the session is over.
@@ -79,10 +79,8 @@ class SecureServer:
         ValueError: if the directory is missing.
     """
 
-    def __init__(self, session: Session, directory: Directory | None = None) -> None:
-        if session.active and directory is None:
-            raise ValueError("active needs directory: without, nobody is known")
-        self._session, self._directory = session, directory
+    def __init__(self, session: Session, directory: Mapping[int, bytes] | None = None) -> None:
+        self._session, self._signatures = session, Signatures(session, directory)
         self.stage: ProtocolStage | None = ProtocolStage.ADVERTISE
         self.awaited: Places = frozenset(range(session.num_clients))
         self.survivors: Places = frozenset()
@@ -223,13 +221,11 @@ class SecureServer:
             seeds, keys = near & self.survivors, near - self.survivors
             if message.seeds.keys() != seeds or message.keys.keys() != keys:
                 raise MessageError(f"client {place} tells other shares than those asked for")
-        if self._directory is None or not self._session.active:
-            return
         if isinstance(message, Advertisement):
-            self._directory.check(self._session, "keys", place, message.keys, message.signature)
+            self._signatures.check("keys", place, message.keys, message.signature)
         if isinstance(message, SignedSurvivors):
             bits = places_as_bits(self._session, self.survivors)
-            self._directory.check(self._session, "survivors", place, bits, message.signature)
+            self._signatures.check("survivors", place, bits, message.signature)
 
     def _remove_pads(self, total: RingIntegers) -> None:
         """Subtract all pads from the sum, in place.
