@@ -38,11 +38,8 @@ from fl_lightning.server.protected import FEWEST_CLIENTS, ProtectionCost
 
 # the server asks a site for as many ciphertexts at once as fit into an answer of this size, at least one
 MOST_BYTES = 32 * 2**20
-
-
-Lost = Callable[
-    [int, str], None
-]  # called with a client whose vector is not in the sum, and the reason
+# called with a client whose vector is not in the sum, and the reason
+Lost = Callable[[int, str], None]
 
 
 def _parts(

@@ -104,6 +104,6 @@ class OrderQueue:
         self._done.put(done)
 
     def fail(self, error: BaseException) -> None:
-        """Have `ask` raise the error that has ended the fit."""
+        """Make `ask` raise the error that has ended the fit."""
         self._timer.cancel()
         self._done.put(Refused(str(error)) if isinstance(error, OutOfTime) else error)
