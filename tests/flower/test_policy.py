@@ -203,6 +203,7 @@ def test_a_configuration_that_holds_itself_is_refused():
 PROBE = """
 import sys
 sys.path.insert(0, sys.argv[1])
+from fl_lightning.flower.class_paths import checked
 from fl_lightning.flower.policy import Policy, Refused
 policy = Policy(name="a", clients={0: 0}, socket="s", memory="m", classes=("torch.*", "good.*"))
 model = {"class_path": "good.Net"}
