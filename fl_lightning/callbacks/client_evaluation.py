@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -47,7 +47,8 @@ _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll
 class ClientEvaluation(Callback):
     """Evaluates the global model, and personal models, on every client's held-out examples.
 
-    The end of a fit and ``validate`` use the clients' validation examples, ``test`` their test examples.
+    The end of a fit and ``validate`` use the clients' validation examples, ``test`` their test examples,
+    which also are the data module's test set if its source has none.
     Set ``client_val_fraction`` and ``client_test_fraction`` of `FederatedDataModule`; otherwise clients
     are not evaluated, and a message says so. Logs ``clients/…`` metrics of the global model,
     ``personal/…`` metrics of personal models (a client that was never sampled uses the global model), and
@@ -109,7 +110,6 @@ class ClientEvaluation(Callback):
         """Check the metrics that other callbacks monitor, and join the rounds for local models."""
         if stage == "fit":
             self._check_monitors(trainer)
-            _warn_of_unused(trainer.datamodule)  # type: ignore[attr-defined]
             if self._local is not None:
                 self._local.join(trainer)
 
@@ -211,17 +211,6 @@ class ClientEvaluation(Callback):
             _save(Path(folder) / f"clients_{stage}.csv", self.per_client, examples)
 
 
-def _warn_of_unused(data: object) -> None:
-    if not isinstance(data, FederatedDataModule) or not data.client_test_fraction:
-        return
-    if missing := data.lacks("test"):
-        rank_zero_warn(
-            "data.client_test_fraction: these examples are neither trained on nor tested, because test "
-            f"needs a {missing} in {type(data.source).__name__}: add one, or set 0 (client_val_fraction is "
-            "evaluated at the end of a fit)"
-        )
-
-
 def _why_not(
     data: FederatedDataModule, stage: StepOf, examples: ClientExamples, *, has_models: bool
 ) -> str | None:
@@ -236,13 +225,7 @@ def _why_not(
     if not len(examples.clients):
         option = "client_test_fraction" if stage == "test" else "client_val_fraction"
         return f"the clients hold out no {stage} examples (data.{option} is 0)"
-    if data.is_foreign_checkpoint:
-        return (
-            "the checkpoint was trained on another partition or centrally, perhaps on the examples that "
-            "clients hold out here (use the num_clients, partition, client_val_fraction, "
-            "client_test_fraction and seed of the run that wrote it)"
-        )
-    return None
+    return data.leakage
 
 
 def _told(name: str, key: str, values: Tensor) -> dict[str, float]:

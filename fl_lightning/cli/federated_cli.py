@@ -333,9 +333,9 @@ class FederatedCLI(LightningCLI):
         is_wanted = self._settings.test_after_fit
         has_test = is_overridden("test_step", self.model, LightningModule)
         has_data = data is not None and is_overridden("test_dataloader", data, LightningDataModule)
-        if is_wanted and has_test and has_data:
-            self.trainer.test(self.model, datamodule=data, verbose=False)
-        else:
+        wants_test = is_wanted and has_test and has_data
+        # Lightning skips a test without examples
+        if not wants_test or not self.trainer.test(self.model, datamodule=data, verbose=False):
             if is_wanted:  # the table and the report have waited for this test
                 self._results.report(self.trainer)
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]

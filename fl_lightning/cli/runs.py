@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import (
     CONFIG,
     AtomicCheckpointIO,
@@ -98,6 +99,8 @@ _EVALUATIONS = (
 
 def _evaluations(module: LightningModule, data: LightningDataModule | None) -> list[str]:
     """Return the commands that the module and the data have what it takes for."""
+    if isinstance(data, FederatedDataModule) and data.evaluated_by is not None:
+        data = data.source  # no command here reads remote clients' examples
     return [
         command
         for command, step, loader in _EVALUATIONS

@@ -1,6 +1,7 @@
 """`FederatedDataModule`: any LightningDataModule, with its training set divided among clients.
 
-It wraps a data module without changing it: validation, test and prediction loaders are the source's.
+It wraps a data module without changing it: validation, test and prediction loaders are the source's. If the
+source has no test set, all clients' test examples together are the test set.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
@@ -43,7 +45,7 @@ from fl_lightning.data.partitions.partition import IID, Partition
 from fl_lightning.data.roles import Roles, check_drawn_once, check_fractions, divide, partners
 from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
-from fl_lightning.data.training_set import Read, TrainingSet, check_loader
+from fl_lightning.data.training_set import Read
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
 _CENTRAL = "all examples of a central run"  # instead of a partition's fingerprint in checkpoints
@@ -66,7 +68,8 @@ class FederatedDataModule(ForwardingDataModule):
         client_val_fraction: share of every client's examples, in [0, 1), for validating the client; it
             never trains on them.
         client_test_fraction: share of every client's examples, in [0, 1), for testing the client;
-            disjoint from the other two parts.
+            disjoint from the other two parts. If the source has no test set, the shares of all clients
+            together are the test set.
         search_fraction: for a search over architectures: share of each client's training examples, in
             (0, 0.5], that trains the choices of the architecture instead of the weights; 0 for none.
             Batches then are ``{train: …, search: …}``, in a central run as well.
@@ -123,13 +126,7 @@ class FederatedDataModule(ForwardingDataModule):
                 "source must be a data module whose examples have no clients yet, got a "
                 "FederatedDataModule: give its source"
             )
-        if not isinstance(source, LightningDataModule):
-            raise ConfigurationError(
-                f"source must be a LightningDataModule of lightning.pytorch, got a {type(source).__name__}: wrap a "
-                "data set as LightningDataModule.from_datasets(data_set, batch_size=…), or write a "
-                "LightningDataModule whose train_dataloader returns its DataLoader"
-            )
-        super().__init__(source)
+        super().__init__(source, ignore_sampler=ignore_sampler)
         check_range("bins", bins, "at least 2", ": null divides by the labels")
         check_range("num_clients", num_clients, "at least 1")
         check_range("batch_size", batch_size, "at least 1 example")
@@ -141,15 +138,16 @@ class FederatedDataModule(ForwardingDataModule):
         self.search_fraction = search_fraction
         self.transforms = list(transforms or [])
         self.example_transforms = list(example_transforms or [])
-        self.label_column, self.bins, self.ignore_sampler = labels, bins, ignore_sampler
+        self.label_column, self.bins = labels, bins
         self.update_weight = update_weight
         self.seed = run_seed(seed)
         self._batch_size = batch_size
         self._rounds: Any = None
         self._poison: tuple[Tensor, Change] | None = None  # attacker of each example, or -1
-        self._trained_partition: str | None = None  # fingerprint in an evaluated checkpoint
-        self._is_central = False  # whether training reads all examples, including held-out ones
-        self._is_set_up = False
+        # fingerprint of the partition that the model was trained on; None for this one, or if unknown
+        self._trained_on: str | None = None
+        if client_test_fraction:  # set here: Lightning takes a method of the class for a test set
+            self.test_dataloader = self._test_sets  # type: ignore[method-assign]
 
     @override
     def changed(self, loaders: Any) -> Any:
@@ -162,72 +160,52 @@ class FederatedDataModule(ForwardingDataModule):
         """The transforms as functions of inputs, fitted to all clients' training examples."""
         return fit_transforms(self.transforms, self.clients, self._read(augmented=False))
 
-    def setup(self, stage: str) -> None:
-        """Set up the source; the partition is drawn on first access.
+    def _test_sets(self) -> Any:
+        """Return the source's test loaders; if it has none, that of all clients' test examples."""
+        has_one = is_overridden("test_dataloader", self.source, LightningDataModule)
+        loaders = self.changed(self.source.test_dataloader()) if has_one else []
+        return self._clients_test_set() if loaders == [] else loaders
 
-        Raises:
-            ConfigurationError: if there is no data set to validate or test on.
-        """
-        if self.trainer is not None and (self.trainer.validating or self.trainer.testing):
-            missing = self.lacks("test" if self.trainer.testing else "val")
-            if missing and not is_overridden(missing, self.trainer.lightning_module):
-                raise ConfigurationError(
-                    f"{stage} needs a {missing} in {type(self.source).__name__}: the examples that clients "
-                    "hold out are evaluated beside that set only"
-                )
-        super().setup(stage)
-        self._is_set_up = self._is_set_up or stage == "fit"
-
-    def lacks(self, stage: str) -> str | None:
-        """Return the name of a stage's loader, ``val`` or ``test``, if the source has none."""
-        name = f"{stage}_dataloader"
-        return None if is_overridden(name, self.source) else name
+    def _clients_test_set(self) -> Any:
+        if self.leakage is not None:
+            rank_zero_warn(f"test: no examples are left to test on: {self.leakage}")
+            return []
+        examples = torch.from_numpy(self.held_out("test").indices).long()
+        batches: Any = [some for some in examples.split(self.batch_size) if len(some)]
+        read: Any = self.evaluation_batch
+        return DataLoader(batches, batch_size=None, collate_fn=read)
 
     def train_dataloader(self) -> Any:
         """Return the client groups of the rounds in a federation, else the loader of a central run."""
         if self._rounds is not None:
             return self._rounds
         if self.search_fraction or self.example_transforms:
-            return self._training.pooled(self.train_indices, self.batch_size, self.train_batch)
-        self._is_central = True
+            return self.training.pooled(self.train_indices, self.batch_size, self.train_batch)
+        self._trained_on = _CENTRAL
         return self.changed(self.source.train_dataloader())
 
     def train_in_rounds(self, rounds: Any) -> None:
         """Set what `train_dataloader` returns, the clients of rounds; None for central training."""
         self._rounds = rounds
-        self._trained_partition = None
-        self._is_central = self._is_central and rounds is None
+        if rounds is not None:
+            self._trained_on = None
 
     @property
     def trains_in_rounds(self) -> bool:
         """True if `train_dataloader` returns clients of rounds."""
         return self._rounds is not None
 
-    @cached_property
-    def _training(self) -> TrainingSet:
-        """The data set of the source's training loader."""
-        if not self._is_set_up:  # only once, because a source may split at random
-            self.setup("fit")
-        loader, name = self.source.train_dataloader(), type(self.source).__name__
-        check_loader(loader, f"{name}.train_dataloader()")
-        return TrainingSet(loader, name, ignore_sampler=self.ignore_sampler)
-
-    @property
-    def train_dataset(self) -> Dataset[Any]:
-        """The source's training data set, whose examples are divided among the clients."""
-        return self._training.dataset
-
     @property
     def train_indices(self) -> Tensor:
         """Examples that a central run trains on, shape (M,)."""
         if self.search_fraction or self.example_transforms:
             return torch.from_numpy(self.clients.indices).long()
-        return self._training.indices
+        return self.training.indices
 
     @property
     def batch_size(self) -> int:
         """Examples per local batch."""
-        size = self._batch_size or self._training.option("batch_size")
+        size = self._batch_size or self.training.option("batch_size")
         if size is None:
             raise ConfigurationError(
                 "the source's loader has no batch_size: give FederatedDataModule a batch_size"
@@ -238,19 +216,6 @@ class FederatedDataModule(ForwardingDataModule):
     def full_batch(self) -> int:
         """Number of examples in a full local batch, at most that of the largest client."""
         return max(1, min(self.batch_size, int(self.clients.num_examples.max(initial=1))))
-
-    @property
-    def drop_last(self) -> bool:
-        """True if the source's loader drops a smaller last batch; then clients do as well.
-
-        A client with less than one batch keeps it, because otherwise it would not train at all.
-        """
-        return bool(self._training.option("drop_last"))
-
-    @property
-    def draw_weights(self) -> Tensor | None:
-        """Weights of all examples in draws with replacement, shape (N,); None if a pass draws each once."""
-        return self._training.drawn.weights
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
@@ -266,24 +231,13 @@ class FederatedDataModule(ForwardingDataModule):
     def _roles(self) -> Roles:
         if self.label_column is not None:
             _ = self.labels  # refused if wrong, also by a partition without labels
-        drawn = self._training.drawn.indices
-        if drawn is not None and (self.client_val_fraction or self.client_test_fraction):
-            check_drawn_once(drawn)
+        shares = {"validation": self.client_val_fraction, "test": self.client_test_fraction}
+        if any(shares.values()):
+            check_drawn_once(self.training)
         shards = divide(
-            self.train_dataset,
-            drawn,
-            self.partition,
-            self.num_clients,
-            lambda: self._classes,
-            self.seed,
+            self.training, self.partition, self.num_clients, lambda: self._classes, self.seed
         )
-        return Roles.of(
-            shards,
-            validation=self.client_val_fraction,
-            test=self.client_test_fraction,
-            search=self.search_fraction,
-            seed=self.seed,
-        )
+        return Roles.of(shards, **shares, search=self.search_fraction, seed=self.seed)
 
     # For remote clients: function from a stage (``validation`` or ``test``) and clients to the metrics
     # that each client logs on its held-out examples. Set by the part that evaluates them remotely.
@@ -329,9 +283,15 @@ class FederatedDataModule(ForwardingDataModule):
         return self._roles.test if stage == "test" else self._roles.validation
 
     @property
-    def is_foreign_checkpoint(self) -> bool:
-        """True if the evaluated checkpoint may have been trained on examples that are held out here."""
-        return self._trained_partition not in (None, self.fingerprint)
+    def leakage(self) -> str | None:
+        """Reason to expect that the model has trained on held-out examples; None without one."""
+        if self._trained_on is None or self._trained_on == self.fingerprint:
+            return None
+        return (
+            "the model was trained on another partition or centrally, perhaps on the examples that "
+            "clients hold out here (use the num_clients, partition, client_val_fraction, "
+            "client_test_fraction and seed of the run that wrote the checkpoint)"
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -365,11 +325,11 @@ class FederatedDataModule(ForwardingDataModule):
     def _owners(self) -> Tensor:
         """Client of each example, shape (N,), see `owners_of`."""
         roles = self._roles
-        return owners_of((roles.learning, roles.validation, roles.test), len(self._training))
+        return owners_of((roles.learning, roles.validation, roles.test), len(self.training))
 
     def _read(self, *, augmented: bool) -> Read:
         """Return a function from indices, shape (B,), to a batch before `transforms`."""
-        read = self._training.reader(augmented=augmented)
+        read = self.training.reader(augmented=augmented)
         if not self.example_transforms:
             return read
         return changed_reader(
@@ -396,7 +356,7 @@ class FederatedDataModule(ForwardingDataModule):
         """
         self._poison = None
         if poison is not None:
-            learning, total = self._roles.learning, len(self._training)
+            learning, total = self._roles.learning, len(self.training)
             attackers = poisoned_examples(learning, clients, poison.share, total, seed)
             if len(clients) and are_classes(self._classes):
                 batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
@@ -407,12 +367,7 @@ class FederatedDataModule(ForwardingDataModule):
     @property
     def reads_by_index(self) -> bool:
         """True if a batch is a selection of rows in memory that is equal at every reading."""
-        return self._training.reads_rows and not self.example_transforms
-
-    @property
-    def has_own_collate(self) -> bool:
-        """True if the source has a collate function of its own."""
-        return self._training.has_own_collate
+        return self.training.reads_rows and not self.example_transforms
 
     def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if possible."""
@@ -427,26 +382,29 @@ class FederatedDataModule(ForwardingDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts that must not change when a run is resumed."""
-        partition = _CENTRAL if self._is_central else self.fingerprint
-        weights = None if self._is_central else self._weights_hash
-        source = self.source.state_dict()
-        return {"partition": partition, "update_weights": weights, "source": source}
+        is_central = self._trained_on == _CENTRAL
+        return {
+            "partition": _CENTRAL if is_central else self.fingerprint,
+            "update_weights": None if is_central else self._weights_hash,
+            "source": self.source.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise ConfigurationError if training resumes with another partition or other update weights."""
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
-        if fitting and state_dict["partition"] not in (_CENTRAL, self.fingerprint):
-            raise ConfigurationError(
-                "the checkpoint was trained on another partition "
-                f"({state_dict['partition'][:12]}… instead of {self.fingerprint[:12]}…): resume with the "
-                "data set, num_clients, partition, client_val_fraction, client_test_fraction and seed of "
-                "the run that wrote it, or start anew without ckpt_path"
-            )
-        is_other = state_dict.get("update_weights") != self._weights_hash
-        if fitting and state_dict["partition"] != _CENTRAL and is_other:
-            raise ConfigurationError(
-                "the checkpoint was trained with other weights of updates: resume with the update_weight of "
-                "the run that wrote it, or start anew without ckpt_path"
-            )
-        self._trained_partition = None if fitting else state_dict["partition"]
+        partition = state_dict["partition"]
+        if fitting and partition != _CENTRAL:
+            if partition != self.fingerprint:
+                raise ConfigurationError(
+                    f"the checkpoint was trained on another partition ({partition[:12]}… instead of "
+                    f"{self.fingerprint[:12]}…): resume with the data set, num_clients, partition, "
+                    "client_val_fraction, client_test_fraction and seed of the run that wrote it, or start "
+                    "anew without ckpt_path"
+                )
+            if state_dict.get("update_weights") != self._weights_hash:
+                raise ConfigurationError(
+                    "the checkpoint was trained with other weights of updates: resume with the "
+                    "update_weight of the run that wrote it, or start anew without ckpt_path"
+                )
+        self._trained_on = None if fitting else partition
         self.source.load_state_dict(state_dict["source"])

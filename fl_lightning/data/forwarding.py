@@ -1,13 +1,18 @@
-"""A data module that forwards to another one: attributes, hyperparameters, loaders and hooks."""
+"""A data module over another one, its source: attributes, hyperparameters, hooks, loaders, training set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.training_set import TrainingSet, check_loader
 
 # Methods that Lightning calls on a data module only if they are overridden.
 _LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
@@ -27,11 +32,22 @@ class ForwardingDataModule(LightningDataModule):
 
     Args:
         source: any data module.
+        ignore_sampler: whether the training set has all examples, for any sampler of the source.
+
+    Raises:
+        ConfigurationError: if it is none.
     """
 
-    def __init__(self, source: LightningDataModule) -> None:
+    def __init__(self, source: LightningDataModule, *, ignore_sampler: bool = False) -> None:
+        if not isinstance(source, LightningDataModule):
+            raise ConfigurationError(
+                f"source must be a LightningDataModule of lightning.pytorch, got a {type(source).__name__}: wrap a "
+                "data set as LightningDataModule.from_datasets(data_set, batch_size=…), or write a "
+                "LightningDataModule whose train_dataloader returns its DataLoader"
+            )
         super().__init__()
-        self.source = source
+        self.source, self.ignore_sampler = source, ignore_sampler
+        self._is_set_up = False
         self.prepare_data_per_node = source.prepare_data_per_node
         self.allow_zero_length_dataloader_with_multiple_devices = (
             source.allow_zero_length_dataloader_with_multiple_devices
@@ -87,10 +103,52 @@ class ForwardingDataModule(LightningDataModule):
         self.source.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Set up the source."""
-        self.source.trainer = self.trainer
+        """Set up the source.
+
+        Raises:
+            ConfigurationError: if there is no data set to validate or test on.
+        """
+        trainer = self.trainer
+        if trainer is not None and (trainer.validating or trainer.testing):
+            name = "test_dataloader" if trainer.testing else "val_dataloader"
+            if not any(is_overridden(name, each) for each in (self, trainer.lightning_module)):
+                advice = "the examples that clients hold out are validated beside that set only"
+                if trainer.testing:
+                    advice = "or set data.client_test_fraction, to test on clients' own examples"
+                raise ConfigurationError(
+                    f"{stage} needs a {name} in {type(self.source).__name__}: {advice}"
+                )
+        self.source.trainer = trainer
         self.source.setup(stage)
+        self._is_set_up = self._is_set_up or stage == "fit"
 
     def teardown(self, stage: str) -> None:
         """Tear down the source."""
         self.source.teardown(stage)
+
+    @cached_property
+    def training(self) -> TrainingSet:
+        """The data set of the source's training loader."""
+        if not self._is_set_up:  # only once, because a source may split at random
+            self.setup("fit")
+        loader, name = self.source.train_dataloader(), type(self.source).__name__
+        check_loader(loader, f"{name}.train_dataloader()")
+        return TrainingSet(loader, name, ignore_sampler=self.ignore_sampler)
+
+    @property
+    def train_dataset(self) -> Dataset[Any]:
+        """The source's training data set, whose examples are divided among the clients."""
+        return self.training.dataset
+
+    @property
+    def drop_last(self) -> bool:
+        """True if the source's loader drops a smaller last batch; then clients do as well.
+
+        A client with less than one batch keeps it, because otherwise it would not train at all.
+        """
+        return bool(self.training.option("drop_last"))
+
+    @property
+    def draw_weights(self) -> Tensor | None:
+        """Weights of all examples in draws with replacement, shape (N,); None if a pass draws each once."""
+        return self.training.drawn.weights

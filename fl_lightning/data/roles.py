@@ -29,6 +29,7 @@ from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import read_column
 from fl_lightning.data.partitions.partition import Partition
 from fl_lightning.data.shards import FlatShards
+from fl_lightning.data.training_set import TrainingSet
 
 # largest share of a client's examples that can be held out: a tenth is left for training
 _MOST_HELD_OUT = 0.9
@@ -129,9 +130,10 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
         )
 
 
-def check_drawn_once(drawn: Tensor) -> None:
+def check_drawn_once(training: TrainingSet) -> None:
     """Raise ConfigurationError if a sampler draws examples twice, of which clients hold some out."""
-    if len(drawn.unique()) < len(drawn):
+    drawn = training.drawn.indices
+    if drawn is not None and len(drawn.unique()) < len(drawn):
         raise ConfigurationError(
             "client_val_fraction and client_test_fraction need a sampler that draws each example once, "
             f"got {len(drawn)} draws of {len(drawn.unique())} examples: a client would hold out "
@@ -176,8 +178,7 @@ def partners(training: FlatShards, search: FlatShards) -> Tensor:
 
 
 def divide(
-    dataset: Dataset[Any],
-    drawn: Tensor | None,
+    training: TrainingSet,
     partition: Partition,
     num_clients: int | None,
     classes: Callable[[], npt.NDArray[Any]],
@@ -186,8 +187,7 @@ def divide(
     """Divide the examples that the training loader draws among the clients.
 
     Args:
-        dataset: the training data set.
-        drawn: indices of the examples that are drawn, shape (M,); None for all.
+        training: the training data set, of which all examples or some are drawn.
         partition: the rule.
         num_clients: number of clients; None if the partition determines it.
         classes: returns one label per example of the data set, for partitions that read labels.
@@ -196,11 +196,11 @@ def divide(
     Raises:
         ConfigurationError: if there is no number of clients, or the partition is impossible.
     """
-    name = type(partition).__name__
-    if not len(dataset if drawn is None else drawn):  # type: ignore[arg-type]
+    name, drawn = type(partition).__name__, training.drawn.indices
+    if not len(training if drawn is None else drawn):
         raise ConfigurationError("the source has no training examples: there is nothing to divide")
     owners = getattr(partition, "attribute", None)
-    column = _column(dataset, partition, classes)
+    column = _column(training.dataset, partition, classes)
     if drawn is not None:
         column = column[drawn.numpy()]
     if num_clients is None and owners is not None:

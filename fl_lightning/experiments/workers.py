@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import optuna
-from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
+from fl_lightning.core.processes import try_lock
 from fl_lightning.experiments.processes import Ended, Fit, Running, RunPool
 from fl_lightning.experiments.runs import Watch, save_state, state_of
 from fl_lightning.experiments.space import Search
@@ -38,7 +38,7 @@ class Held:
 
     Attributes:
         trial: Optuna's trial.
-        lock: lock of the trial's folder.
+        lock: locked file in the trial's folder.
         began: start of the trial here, by the monotonic clock.
         seconds_before: seconds that the trial had run before it was resumed.
         is_resumed: whether the trial was interrupted before.
@@ -49,7 +49,7 @@ class Held:
     """
 
     trial: optuna.Trial
-    lock: FileLock
+    lock: TextIO
     began: float
     seconds_before: float = 0.0
     is_resumed: bool = False
@@ -126,7 +126,7 @@ class Trials:
         if state is not None:
             self.study.tell(held.trial, value, state)
         self._held.discard(held.number)
-        held.lock.release()
+        held.lock.close()
 
     def _interrupted(self) -> Iterator[Held]:
         for known in self.of(TrialState.RUNNING):
@@ -139,7 +139,7 @@ class Trials:
             if lock is None:
                 continue
             if self.study.trials[known.number].state != TrialState.RUNNING:  # has just ended
-                lock.release()
+                lock.close()
                 continue
             trial = optuna.Trial(self.study, known._trial_id)
             before = float(known.user_attrs.get("seconds", 0.0))
@@ -164,20 +164,20 @@ class Trials:
         return held
 
     def _hold(
-        self, trial: optuna.Trial, lock: FileLock, before: float, *, is_resumed: bool = False
+        self, trial: optuna.Trial, lock: TextIO, before: float, *, is_resumed: bool = False
     ) -> Held:
         held = Held(trial, lock, time.monotonic(), before, is_resumed)
         self._held.add(trial.number)
         held.give_sign()
         return held
 
-    def _locked(self, number: int) -> FileLock | None:
-        lock = FileLock(Path(self.plan.folder(number), "trial.lock"))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            return None
-        return lock
+    def _locked(self, number: int) -> TextIO | None:
+        """Return the locked file of a trial's folder; None if another command has locked it."""
+        file = Path(self.plan.folder(number), "trial.lock").open("a+")  # noqa: SIM115 - it stays open
+        if try_lock(file):
+            return file
+        file.close()
+        return None
 
     def _give_up_if_silent(self, known: FrozenTrial) -> None:
         began = known.datetime_start.timestamp() if known.datetime_start else 0.0

@@ -198,7 +198,7 @@ def test_examples_that_a_checkpoint_may_have_trained_on_are_not_held_out(tmp_pat
     trainer = toy_trainer(ClientEvaluation(), Federation(seed=0), logger=logger)
     [reported] = trainer.test(module, toy_data(**OPTIONS), ckpt_path=path, verbose=False)
     assert reported["test/loss"] > 0
-    assert "the checkpoint was trained on another partition" in caplog.text
+    assert "the model was trained on another partition" in caplog.text
     caplog.clear()
     central = toy_trainer(max_epochs=1)  # which trains on everything that clients hold out
     central.fit(module, datamodule=toy_data(**OPTIONS))
@@ -244,15 +244,91 @@ def test_only_the_end_of_a_fit_is_called_its_last_round(caplog):
     assert "the model after round 2, the last one of this fit" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_without_loaders_a_sentence_says_what_is_not_evaluated():
+class EmptyTests(LoaderData):
+    """A source whose test_fraction is 0."""
+
+    def test_dataloader(self):
+        return []
+
+
+class TestClientsAreTheTestSet:
+    """Without a test set, the metrics of a test are those of all clients' test examples together."""
+
+    @staticmethod
+    def data(*, empty=False, **options):
+        toy = toy_data(num_examples=90, client_test_fraction=0.35, **options)
+        toy.setup("fit")
+        source = (EmptyTests if empty else LoaderData)(toy.source.train_dataloader())
+        return FederatedDataModule(
+            source, num_clients=6, partition=toy.partition, client_test_fraction=0.35, seed=0
+        )
+
+    @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+    @pytest.mark.parametrize("empty", [False, True])
+    def test_pooled_and_by_client(self, empty, tmp_path):
+        torch.manual_seed(0)
+        module, data = Scored(), self.data(empty=empty)
+        fitted = toy_trainer(Federation(seed=0), max_epochs=2)
+        fitted.fit(module, datamodule=data)
+        trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
+        [reported] = trainer.test(module, datamodule=data, verbose=False)
+        check(module, data, trainer, "test")
+        right, number = map(sum, zip(*counted(module, data, "test").values(), strict=True))
+        assert reported["test/right"] == pytest.approx(right / number, abs=1e-6)
+        mean = np.mean([r / n for r, n in counted(module, data, "test").values()])
+        assert float(trainer.callback_metrics["clients/test/right_mean"]) == pytest.approx(mean)
+
+    @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+    def test_transforms_of_a_client_are_applied(self):
+        data = self.data()
+        data.example_transforms = [Shifted()]
+        data.setup("test")
+        batches = list(data.test_dataloader())
+        assert sum(map(len, (labels for _, labels in batches))) == len(
+            data.held_out("test").indices
+        )
+        x, labels = (torch.cat(part) for part in zip(*batches, strict=True))
+        rows = data.held_out("test").indices
+        owners = np.repeat(np.arange(6), data.held_out("test").num_examples)
+        plain = data.train_dataset.tensors[0][rows]
+        torch.testing.assert_close(x, plain + torch.from_numpy(owners)[:, None])
+        assert torch.equal(labels, data.train_dataset.tensors[1][rows])
+
+    @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+    def test_not_of_a_model_that_may_have_trained_on_them(self, tmp_path):
+        module, data, path = ToyModule(), self.data(), tmp_path / "central.ckpt"
+        central = toy_trainer(max_epochs=1)
+        central.fit(module, datamodule=data)
+        central.save_checkpoint(path)
+        for options in ({"datamodule": data}, {"datamodule": self.data(), "ckpt_path": path}):
+            with pytest.warns(UserWarning, match="no examples are left to test on: the model was"):
+                assert central.test(module, verbose=False, **options) == []
+        federated = toy_trainer(Federation(seed=0), max_epochs=1)
+        federated.fit(module, datamodule=data)
+        [reported] = federated.test(module, datamodule=data, verbose=False)
+        assert reported["test/loss"] > 0
+
+
+class Shifted:
+    """Adds the number of the client to its inputs."""
+
+    def apply(self, inputs, labels, client, seeds):
+        return inputs + client, labels
+
+
+def test_a_central_run_evaluates_no_client(tmp_path, caplog):
+    """It has trained on what clients hold out."""
+    trainer = toy_trainer(ClientEvaluation(), max_epochs=1, logger=CSVLogger(tmp_path))
+    trainer.fit(ToyModule(), datamodule=toy_data(**OPTIONS))
+    assert "on another partition or centrally" in caplog.text
+    assert not [*tmp_path.rglob("clients_*.csv")]
+
+
+def test_without_examples_a_sentence_says_what_is_missing():
     toy = toy_data()
     toy.setup("fit")
-    source = LoaderData(toy.source.train_dataloader())
-    data = FederatedDataModule(source, num_clients=2, client_test_fraction=0.2)
-    trainer = toy_trainer(ClientEvaluation(), Federation(seed=0), max_epochs=1)
-    with pytest.warns(UserWarning, match="client_test_fraction: these examples are neither"):
-        trainer.fit(ToyModule(), datamodule=data)
+    data = FederatedDataModule(LoaderData(toy.source.train_dataloader()), num_clients=2)
+    trainer = toy_trainer()
     for run, loader in ((trainer.validate, "val_dataloader"), (trainer.test, "test_dataloader")):
         with pytest.raises(ConfigurationError, match=f"needs a {loader} in LoaderData"):
             run(ToyModule(), datamodule=data, verbose=False)

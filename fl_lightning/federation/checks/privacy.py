@@ -118,7 +118,7 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
             "the loader's sampler draws examples by weight or with replacement, and ε counts on equal "
             "chances: use another, or set data.ignore_sampler to true"
         )
-    if data.has_own_collate:
+    if data.training.has_own_collate:
         yield (
             "the loader's collate_fn makes a batch of examples, and may mix them: do it in the data "
             "set or in training_step"

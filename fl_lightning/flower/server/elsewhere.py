@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from fl_lightning.client.work import GroupWork
@@ -37,6 +38,9 @@ _AT_SITES = (
 
 class DataElsewhere(FederatedDataModule):
     """Data module of a server: clients' examples are at sites, the evaluation loaders at the server.
+
+    If the server has no test set, a test asks the sites to evaluate the clients' test examples, as far as
+    `ClientEvaluation` is there and their policies let metrics leave.
 
     Args:
         data: data module of the configuration; its training set is never read.
@@ -69,10 +73,17 @@ class DataElsewhere(FederatedDataModule):
         self._shards = _shards_of(num_examples)
         self._held_out = {stage: _shards_of(sizes) for stage, sizes in held_out.items()}
         self._size, self._drops = batch_size, drop_last
+        if any(held_out["test"].values()):
+            self.test_dataloader = self._test_sets  # type: ignore[method-assign]
 
     @property
-    def _training(self) -> NoReturn:
+    def training(self) -> NoReturn:
+        """Raise ConfigurationError: the data are at sites."""
         raise ConfigurationError(_AT_SITES)
+
+    def _clients_test_set(self) -> DataLoader[Any]:
+        """Return a loader without a batch, so that the clients' sites test and nothing is tested here."""
+        return DataLoader(_Nothing())
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
         """Return a reader that always refuses: the data are at sites."""
@@ -109,6 +120,13 @@ class DataElsewhere(FederatedDataModule):
     def summary(self) -> PartitionSummary:
         """Return a summary of the clients' sizes, without classes, which only sites know."""
         return PartitionSummary.of(self.clients, None, max_clients=MAX_CLIENTS_COUNTED)
+
+
+class _Nothing(IterableDataset[Any]):
+    """A stream that ends at once; Lightning skips an evaluation only if the length is known to be 0."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 def _shards_of(sizes: Mapping[int, int]) -> FlatShards:
