@@ -105,6 +105,11 @@ class Experiment:
         issues = []
         if bool(self.variants) == bool(self.grid):
             issues.append("give either variants or grid, name to difference")
+        columns = {"variant", "seed", "round", "seconds", *self.report, self.monitor}
+        if taken := sorted(columns & self.axes.keys()):
+            issues.append(
+                f"axes of the grid must not have names of columns of the results: {', '.join(taken)}"
+            )
         if not self.report:
             issues.append("report must name at least one metric, as the runs log it")
         try:

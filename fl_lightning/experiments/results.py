@@ -157,8 +157,8 @@ def over_axes(
 ) -> DataFrame:
     """Arrange one value per variant over a grid, nan for none: the first axis down, the second across."""
     (down, rows), (across, columns) = axes.items()
-    places = runs_table(results).drop_duplicates("variant").set_index("variant").assign(cell=values)
-    matrix = places.pivot(index=down, columns=across, values="cell")
+    places = runs_table(results).drop_duplicates("variant").set_index("variant")
+    matrix = places.assign(**{"": values}).pivot(index=down, columns=across, values="")
     return matrix.reindex(index=rows, columns=columns)
 
 

@@ -51,6 +51,10 @@ def plan(tmp_path, text="", **keys):
         ({"variants": {"a": {}}, "seeds": "0,b"}, "different whole numbers"),
         ({"variants": {"a b": {}, "a/b": {}}}, "differ as folders.*a_b"),
         ({"variants": {"first": {}}}, "not be 'first'"),
+        (
+            {"grid": {"variant": {"a": {}}, "seed": {"b": {}}}},
+            "columns of the results: seed, variant",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(keys, says):
@@ -163,9 +167,9 @@ def test_the_best_round_is_one_of_a_finite_value(tmp_path, monitored, best):
 
 
 def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
-    axes = {"attack": ["none", "flip"], "defence": ["mean", "median"]}
+    axes = {"attack": ["none", "flip"], "cell": ["mean", "median"]}
     results = [
-        result(f"{a} / {d}", 0, value, {"attack": a, "defence": d})
+        result(f"{a} / {d}", 0, value, {"attack": a, "cell": d})
         for a, d, value in (("none", "mean", 0.9), ("flip", "mean", 0.1), ("none", "median", 0.8))
     ]
     grid = over_axes(results, results_cells(results)["test/accuracy"], axes)
