@@ -294,7 +294,7 @@ class TestClientsAreTheTestSet:
         torch.testing.assert_close(x, plain + torch.from_numpy(owners)[:, None])
         assert torch.equal(labels, data.train_dataset.tensors[1][rows])
 
-    @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+    @pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:Total length of")
     def test_not_of_a_model_that_may_have_trained_on_them(self, tmp_path):
         module, data, path = ToyModule(), self.data(), tmp_path / "central.ckpt"
         central = toy_trainer(max_epochs=1)
@@ -318,7 +318,8 @@ class Shifted:
 
 def test_a_central_run_evaluates_no_client(tmp_path, caplog):
     """It has trained on what clients hold out."""
-    trainer = toy_trainer(ClientEvaluation(), max_epochs=1, logger=CSVLogger(tmp_path))
+    logger = CSVLogger(tmp_path)
+    trainer = toy_trainer(ClientEvaluation(), max_epochs=1, logger=logger, log_every_n_steps=1)
     trainer.fit(ToyModule(), datamodule=toy_data(**OPTIONS))
     assert "on another partition or centrally" in caplog.text
     assert not [*tmp_path.rglob("clients_*.csv")]
