@@ -1,6 +1,8 @@
 """Per-client figures: of whose examples, of which part of them, against counts by hand."""
 
+import copy
 import csv
+import pickle
 
 import numpy as np
 import pytest
@@ -277,6 +279,11 @@ class TestClientsAreTheTestSet:
         assert reported["test/right"] == pytest.approx(right / number, abs=1e-6)
         mean = np.mean([r / n for r, n in counted(module, data, "test").values()])
         assert float(trainer.callback_metrics["clients/test/right_mean"]) == pytest.approx(mean)
+
+    def test_a_copy_tests_on_clients_of_its_own(self):
+        data = toy_data(client_test_fraction=0.3)
+        for copied in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
+            assert copied.test_dataloader.__self__ is copied
 
     @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
     def test_transforms_of_a_client_are_applied(self):
