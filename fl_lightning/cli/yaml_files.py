@@ -14,7 +14,7 @@ import yaml
 
 from fl_lightning.cli.names import expanded
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.yaml_files import MOST_DIGITS, check, check_text, load
+from fl_lightning.core.yaml_files import MOST_DIGITS, check_text, load
 
 _FILES = ("--config", "-c", "--search", "-s")
 
@@ -56,7 +56,6 @@ def loader(load_value: Callable[[str], Any]) -> Callable[[str], Any]:
             content = load_value(text)
         except (RecursionError, ValueError) as error:
             raise ConfigurationError(f"a value cannot be read: {error}") from None
-        check(content)
         return expanded(content)
 
     return load_expanded
@@ -69,7 +68,6 @@ def interpolating(load_value: Callable[[str], Any]) -> Callable[[str], Any]:
         content = load_value(text)
         if not isinstance(content, (dict, list)):
             return content
-        check(content)
         from omegaconf import OmegaConf
 
         return OmegaConf.to_object(OmegaConf.create(content))

@@ -78,18 +78,16 @@ def load(text: str) -> Any:
     """
     check_text(text)
     try:
-        content = yaml.load(text, LOADER)
-    except ValueError:  # of a number with thousands of digits
-        raise ConfigurationError(f"a number must have at most {MOST_DIGITS} digits") from None
-    check(content)
-    return content
+        return yaml.load(text, LOADER)
+    except ValueError as error:  # of an impossible date
+        raise ConfigurationError(f"a value cannot be read: {error}") from None
 
 
 def check_text(text: str) -> None:
-    """Raise if a YAML text is nested too deeply, or gives an option twice.
+    """Raise if a YAML text is nested too deeply, refers to itself, is too large, or gives an option twice.
 
     Raises:
-        ConfigurationError: with the option and its lines, counted from 1.
+        ConfigurationError: with the option, and the lines where it stands twice, counted from 1.
         yaml.YAMLError: if the text is no YAML.
 
     Example:
@@ -99,85 +97,63 @@ def check_text(text: str) -> None:
         fl_lightning.core.errors.ConfigurationError: trainer.max_epochs stands in line 2 and again in \
 line 3: keep one of them
     """
-    inside: list[_Place] = []
-    for event in _events(text):
-        if isinstance(event, yaml.CollectionEndEvent):
-            inside.pop()
-        if not isinstance(event, yaml.NodeEvent):
-            continue
-        line = _line(event)
-        if inside and (first := inside[-1].line_before(event)):
-            path = ".".join(place.name for place in inside)
-            again = "" if line == first else f" in line {line}"
-            raise ConfigurationError(
-                f"{path} stands in line {first} and again{again}: keep one of them"
-            )
-        if isinstance(event, yaml.CollectionStartEvent):
-            inside.append(_Place(isinstance(event, yaml.MappingStartEvent)))
-        if len(inside) > MOST_DEPTH:
-            raise ConfigurationError(f"it is nested deeper than {MOST_DEPTH} levels")
-
-
-def _events(text: str) -> Iterator[Any]:
-    try:
-        yield from yaml.parse(text, LOADER)
-    except yaml.YAMLError as error:
-        if "nesting depth" not in str(error):  # libyaml's own bound
-            raise
-        raise ConfigurationError(f"it is nested deeper than {MOST_DEPTH} levels") from None
-
-
-def _line(event: Any) -> int:
-    return int(event.start_mark.line) + 1
-
-
-class _Place:
-    """Parser's position inside a mapping, where names and values alternate, or inside a list."""
-
-    def __init__(self, is_mapping: bool) -> None:
-        self.name, self._is_mapping = "", is_mapping
-        self._lines: dict[str, int] = {}
-        self._count = 0
-
-    def line_before(self, event: Any) -> int | None:
-        """Move to the next name or value; returns the line where a name stood before."""
-        count, self._count = self._count, self._count + 1
-        if not self._is_mapping:
-            self.name = str(count)
-        if not self._is_mapping or count % 2 or not isinstance(event, yaml.ScalarEvent):
-            return None
-        self.name, line = event.value, _line(event)
-        first = self._lines.get(self.name)
-        self._lines[self.name] = line
-        return first
-
-
-def check(content: Any) -> None:
-    """Raise if a content refers to itself, or is too deep or too large.
-
-    Raises:
-        ConfigurationError: with the path of the option.
-    """
-    for count, _ in enumerate(_values(content, (), ()), start=1):
+    _check_depth(text)
+    for count, _ in enumerate(_nodes(yaml.compose(text, LOADER), (), ()), start=1):
         if count > MOST_VALUES:
             raise ConfigurationError(
                 f"it has more than {MOST_VALUES} values: references (&, *) are counted each time"
             )
 
 
-def _values(content: Any, place: tuple[str, ...], outer: tuple[int, ...]) -> Iterator[Any]:
-    yield content
-    path = ".".join(place)
-    if isinstance(content, int) and abs(content) >= 10**MOST_DIGITS:
-        raise ConfigurationError(
-            f"{path} must have at most {MOST_DIGITS} digits, got {len(str(abs(content)))} digits"
-        )
-    if not isinstance(content, dict | list):
-        return
-    if id(content) in outer:
+def _check_depth(text: str) -> None:
+    """Raise if a text is nested too deeply, before the parser calls itself for every level."""
+    depth = 0
+    try:
+        for event in yaml.parse(text, LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise ConfigurationError(f"it is nested deeper than {MOST_DEPTH} levels")
+    except yaml.YAMLError as error:
+        if "nesting depth" not in str(error):  # libyaml's own bound
+            raise
+        raise ConfigurationError(f"it is nested deeper than {MOST_DEPTH} levels") from None
+
+
+def _nodes(node: Any, place: tuple[str, ...], outer: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the nodes of a text, those behind references each time; raise for a forbidden one."""
+    yield node
+    _check_node(node, ".".join(place), outer)
+    for name, inner in _entries(node, place):
+        yield from _nodes(inner, (*place, name), (*outer, node))
+
+
+def _check_node(node: Any, path: str, outer: tuple[Any, ...]) -> None:
+    if any(node is each for each in outer):
         raise ConfigurationError(f"{path} refers to itself: write out what it must be")
-    if len(place) > MOST_DEPTH:
+    if len(outer) > MOST_DEPTH:
         raise ConfigurationError(f"{path[:60]}… is nested deeper than {MOST_DEPTH} levels")
-    items = content.items() if isinstance(content, dict) else enumerate(content)
-    for name, value in items:
-        yield from _values(value, (*place, str(name)), (*outer, id(content)))
+    is_whole = isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int"
+    if is_whole and (num_digits := sum(map(str.isdigit, node.value))) > MOST_DIGITS:
+        raise ConfigurationError(
+            f"{path} must have at most {MOST_DIGITS} digits, got {num_digits} digits"
+        )
+
+
+def _entries(node: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a list with their numbers; of a mapping with their names, names as well."""
+    lines: dict[str, int] = {}
+    for number, entry in enumerate(node.value if isinstance(node, yaml.CollectionNode) else ()):
+        if isinstance(node, yaml.SequenceNode):
+            yield str(number), entry
+            continue
+        key, inner = entry
+        name, line = str(key.value), key.start_mark.line + 1
+        if first := lines.get(name):
+            path, again = ".".join((*place, name)), "" if line == first else f" in line {line}"
+            raise ConfigurationError(
+                f"{path} stands in line {first} and again{again}: keep one of them"
+            )
+        lines[name] = line
+        yield name, key
+        yield name, inner
