@@ -30,7 +30,6 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.cli import main
-from fl_lightning.client import Correction, GradientTerm
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Cohort, Population
 from fl_lightning.federation import Learning, Stage
@@ -376,13 +375,6 @@ class OfOnes(Cohort):
         return np.array(self.ids)
 
 
-class TwoPulls(Correction):
-    pull = 0.5
-
-    def term(self, memory, mean):
-        return GradientTerm(pull=0.1)
-
-
 class Halves:
     def assign(self, labels, num_clients, seed):
         return np.array_split(np.arange(len(labels)), 2)
@@ -488,11 +480,6 @@ class TestWhatIsRefused:
     def test_a_cohort_that_is_none(self, ids, says):
         with pytest.raises(ConfigurationError, match=says):
             run(cohort=OfOnes(ids))
-
-    @both_engines
-    def test_a_term_with_a_pull_of_its_own(self, engine):
-        with pytest.raises(ConfigurationError, match=r"has the pull 0\.1, and its pull is 0\.5"):
-            run(engine=engine, correction=TwoPulls())
 
     def test_shards_of_other_clients(self):
         with pytest.raises(ConfigurationError, match="a shard for each of 3 clients, got 2"):

@@ -78,11 +78,11 @@ def module():
 def test_a_correction_is_functions_of_vectors(cls):
     rule, memory, mean = made(cls), vector(seed=1), vector(seed=2)
     for given in ((None, None), (memory, None), (memory, mean), (None, mean)):
-        one, again = rule.term(*given), made(cls).term(*given)
-        assert one.pull == again.pull == rule.pull >= 0
-        assert rule.has_shift or one.shift is None
-        if one.shift is not None:
-            assert torch.equal(one.shift, again.shift)
+        one, again = rule.shift(*given), made(cls).shift(*given)
+        assert made(cls).pull == rule.pull >= 0
+        assert rule.has_shift or one is None
+        if one is not None:
+            assert torch.equal(one, again)
         if rule.remembers:
             outcome = Outcome(vector(seed=3), vector(seed=4), lambda: 0.5, lambda: vector(seed=5))
             new = rule.remember(*given, outcome)

@@ -2,7 +2,6 @@
 
 from fl_lightning.client.clocks import RecordedArrivals as RecordedArrivals
 from fl_lightning.client.corrections.correction import Correction as Correction
-from fl_lightning.client.corrections.correction import GradientTerm as GradientTerm
 from fl_lightning.client.corrections.correction import Outcome as Outcome
 from fl_lightning.client.devices import Devices as Devices
 from fl_lightning.client.devices import GivenSpeeds as GivenSpeeds

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, Protocol, final
 import numpy as np
 import numpy.typing as npt
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.core.traits import Trait, Traits
 
@@ -54,7 +54,7 @@ _OF_DEADLINES = Traits(
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Devices:
+class Devices(Ranged):
     """Speed and reliability of the clients' devices, and the deadline of a round.
 
     Args:
@@ -88,25 +88,24 @@ class Devices:
     deadline: float | None = None
     late: Literal["partial", "drop"] = "partial"
 
+    ranges: ClassVar = {
+        "latency": "at least 0 and finite",
+        "jitter": "at least 0 and finite",
+        "drop_rate": "in [0, 1)",
+    }
+
     @property
     def traits(self) -> Traits:
         """Traits of these devices."""
         return _OF_TIME if self.deadline is None else _OF_TIME | _OF_DEADLINES
 
     def __post_init__(self) -> None:
-        waits_long_enough = self.deadline is None or self.latency < self.deadline < math.inf
-        rules = {
-            f"latency must be at least 0 and finite, got {self.latency}": 0
-            <= self.latency
-            < math.inf,
-            f"jitter must be at least 0 and finite, got {self.jitter}": 0 <= self.jitter < math.inf,
-            f"drop_rate must be in [0, 1), got {self.drop_rate}": 0 <= self.drop_rate < 1,
-            f"deadline must be longer than the latency of {self.latency} s, got {self.deadline}: "
-            "null waits for everybody": waits_long_enough,
-            f"late must be partial or drop, got {self.late!r}": self.late in ("partial", "drop"),
-        }
-        if broken := [rule for rule, holds in rules.items() if not holds]:
-            raise ConfigurationError("devices: " + "; ".join(broken))
+        super().__post_init__()
+        if self.deadline is not None and not self.latency < self.deadline < math.inf:
+            raise ConfigurationError(
+                f"Devices: deadline must be longer than the latency of {self.latency} s, got {self.deadline}: "
+                "null waits for everybody"
+            )
 
 
 class Fleet:
@@ -162,7 +161,7 @@ class Speeds(Protocol):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LogNormalSpeeds:
+class LogNormalSpeeds(Ranged):
     """Devices whose step times are log-normal: many alike, a few very slow.
 
     Source of the shape: measured phones, e.g. Lai et al. 2022, FedScale (2105.11367), figure 2.
@@ -180,15 +179,10 @@ class LogNormalSpeeds:
     median: float = 1.0
     sigma: float = 0.5
 
-    def __post_init__(self) -> None:
-        if not 0 < self.median < np.inf:
-            raise ConfigurationError(
-                f"LogNormalSpeeds: median must be greater than 0 seconds and finite, got {self.median}"
-            )
-        if not 0 <= self.sigma < np.inf:
-            raise ConfigurationError(
-                f"LogNormalSpeeds: sigma must be at least 0 and finite, got {self.sigma}"
-            )
+    ranges: ClassVar = {
+        "median": "greater than 0 seconds and finite",
+        "sigma": "at least 0 and finite",
+    }
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
         """Return seconds for a local step, shape (num_clients,)."""

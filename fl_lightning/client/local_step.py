@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,47 +30,39 @@ class PlainStep:
         module: the LightningModule.
         optimizer: optimizer that steps once per local step.
         collector: collector of logged values, which gets the batch sizes.
-        accumulate: number of batches that a full step accumulates, by which losses are divided.
 
     Attributes:
         term: term added to the gradients, or None.
         contrast: function from a batch to a term added to the loss, or None.
     """
 
-    def __init__(
-        self, module: Any, optimizer: Optimizer, collector: LogCollector, *, accumulate: int = 1
-    ) -> None:
+    def __init__(self, module: Any, optimizer: Optimizer, collector: LogCollector) -> None:
         self._module, self._optimizer, self._collector = module, optimizer, collector
-        self._accumulate = accumulate
         self.term: AddedTerm | None = None
         self.contrast: Callable[[Any], Tensor] | None = None
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        """Run one local step, see `LocalStep`."""
+        """Run one local step on one batch, see `LocalStep`."""
+        (batch,) = batches
         if takes_closure(self._optimizer):
-            return stepped_with_closure(self._optimizer, lambda: self._gradients(batches, index))
-        loss = self._gradients(batches, index)
+            return stepped_with_closure(self._optimizer, lambda: self._gradients(batch, index))
+        loss = self._gradients(batch, index)
         if loss is not None:
             self._optimizer.step()
         return loss
 
-    def _gradients(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+    def _gradients(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
         self._optimizer.zero_grad()
-        losses = []
-        for batch, size in batches:
-            self._collector.batch_size = size
-            loss = loss_of(self._module.training_step(batch, index))
-            if loss is None:
-                continue
-            if self.contrast is not None:
-                loss = loss + self.contrast(batch)
-            (loss / self._accumulate if self._accumulate > 1 else loss).backward()
-            losses.append(loss.detach())
-        if not losses:
+        batch, self._collector.batch_size = sized_batch
+        loss = loss_of(self._module.training_step(batch, index))
+        if loss is None:
             return None
+        if self.contrast is not None:
+            loss = loss + self.contrast(batch)
+        loss.backward()
         if self.term is not None:
             self.term.add()
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        return loss.detach()
 
 
 def loss_of(output: Any) -> Tensor | None:

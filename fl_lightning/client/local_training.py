@@ -16,6 +16,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -47,6 +48,7 @@ class LocalTrainer:
         collector: collector of the values that the step logs.
         schedules: learning-rate schedules, see `RoundStart`.
         by_step: schedules that count local steps, or None.
+        scaler: gradient scaler of fp16, or None.
         by_hand: whether the local step itself steps the optimizers, any number of times, and may freeze
             parameters temporarily.
         ignore: names of attributes of the module that are not restored, see `Attributes`.
@@ -60,7 +62,7 @@ class LocalTrainer:
             `show_lists`, because the client's update is used.
         personal: layout of the personal tensors, see `set_personal`.
         personal_end: personal tensors of the last client after its training, shape (o,).
-        round_start: options of the optimizers, also by local step.
+        round_start: options of the optimizers, also by local step, and the scale of fp16 losses.
         tensors: record of the module's tensors and their memory.
         masks: masks of the optimizers, which define `space`.
         counts_steps: whether updates contain `ClientUpdate.optimizer_steps`; plain means do not need it.
@@ -91,6 +93,7 @@ class LocalTrainer:
         collector: LogCollector | None = None,
         schedules: Sequence[LRScheduler] = (),
         by_step: LocalSchedules | None = None,
+        scaler: GradScaler | None = None,
         *,
         by_hand: bool = False,
         ignore: Collection[str] = (),
@@ -107,7 +110,7 @@ class LocalTrainer:
         self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
         self.masks = OptimizerMasks(module, self._optimizers)
         self._optimizer_steps = OptimizerSteps(self._optimizers, by_hand=by_hand)
-        self.round_start = RoundStart(self._optimizers, schedules, by_step)
+        self.round_start = RoundStart(self._optimizers, schedules, by_step, scaler)
         self._step = step
         self._in_hand: Sequence[SizedBatch] = ()  # batches of the current step
         self.counts_steps = True
@@ -226,7 +229,7 @@ class LocalTrainer:
         self._optimizer_steps.check_one_rate()
 
     def restore(self, model: GlobalModel) -> None:
-        """Restore the global model, with personal parameters if set, and reset the optimizers.
+        """Restore the global model, with personal parameters if set, and reset optimizers and fp16 scale.
 
         Inside a round the module's attributes are restored as well.
         """

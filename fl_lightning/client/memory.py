@@ -162,7 +162,8 @@ class ClientMemory:
                 written and their names returned.
         """
         self.files_of_checkpoint = []
-        if inside or self.is_small:
+        num_bytes = sum(entry.num_bytes for entry in self._present.values())
+        if inside or num_bytes <= INSIDE_CHECKPOINT_BYTES:
             return {"present": _contents(self._present)}
         return {"present": self._written(self._present)}
 
@@ -174,11 +175,6 @@ class ClientMemory:
     def is_empty(self) -> bool:
         """True if no vector is stored."""
         return not self._present and not self._new
-
-    @property
-    def is_small(self) -> bool:
-        """True if all current vectors together fit inside a checkpoint."""
-        return sum(e.num_bytes for e in self._present.values()) <= INSIDE_CHECKPOINT_BYTES
 
     def load_state_dict(
         self, state: Mapping[str, Any], folder: Path | None = None, *, adopt: bool = False

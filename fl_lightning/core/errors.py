@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 
 class ConfigurationError(ValueError):
@@ -77,6 +78,38 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
     if is_infinite or not (is_above and is_below):
         finite = " and finite" if is_infinite and "finite" not in allowed else ""
         raise ConfigurationError(f"{what} must be {allowed}{finite}, got {value}{advice}")
+
+
+class Ranged:
+    """Base of dataclasses whose options have ranges, which are checked together when an object is made.
+
+    Attributes:
+        ranges: range of each option in words, see `check_range`, if wanted with advice after a colon. The
+            ranges of base classes hold as well.
+
+    Example:
+        >>> @dataclass
+        ... class Clip(Ranged):
+        ...     norm: float
+        ...     ranges: ClassVar = {"norm": "greater than 0 or inf: inf clips nothing"}
+        >>> Clip(norm=-1.0)
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.ConfigurationError: Clip: norm must be greater than 0 or inf, got -1.0: inf \
+clips nothing
+    """
+
+    ranges: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for options out of range."""
+        checks = []
+        for kind in type(self).__mro__:
+            for option, text in vars(kind).get("ranges", {}).items():
+                what, (allowed, *advice) = f"{type(self).__name__}: {option}", text.partition(":")
+                value = getattr(self, option)
+                checks.append(partial(check_range, what, value, allowed, "".join(advice)))
+        raise_together(*checks)
 
 
 class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word

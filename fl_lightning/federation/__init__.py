@@ -5,7 +5,6 @@ This is the room's door: what other rooms use stands here, and they import nothi
 
 from fl_lightning.federation.checkpoints.files import LAST as LAST
 from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO as AtomicCheckpointIO
-from fl_lightning.federation.checkpoints.files import RunMemory as RunMemory
 from fl_lightning.federation.checkpoints.resumption import check_checkpoint as check_checkpoint
 from fl_lightning.federation.checkpoints.resumption import clean_up_after as clean_up_after
 from fl_lightning.federation.checkpoints.resumption import find_run as find_run

@@ -1,8 +1,8 @@
 """The ``federation:`` block: a callback that turns a Lightning run into a federated one.
 
-With this callback an epoch is a round: `RoundCohorts` gives the clients of each round, `FederatedLoop`
-trains them, `Round` steps the server, and this class does what Lightning asks of a callback: set up,
-log, save, restore, clean up.
+With this callback an epoch is a round: `RoundCohorts` gives the clients of each round, `Round` trains them
+and steps the server, and this class does what Lightning asks of a callback: set up, log, save, restore,
+clean up.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Federation(Options, Callback):
             self._saved = None
         for part in self.rounds.stages.around_fit:
             part.fit_begins(trainer, None if saved else earlier)
-        take_over(trainer, self.rounds, self.rounds.run, self._cleanup)
+        take_over(trainer, self.rounds.train, self.rounds.run, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Resume from a checkpoint."""
@@ -152,7 +152,7 @@ class Federation(Options, Callback):
         """Return clients' personal models after the last round, or of the checkpoint."""
         fitted = None
         if self.rounds is not None:
-            fitted = self.rounds.run.local.personal.names, self.rounds.memory.clients
+            fitted = self.rounds.run.local.personal.names, self.rounds.memory
         return recalled_models(trainer, self.personal, self.seed, fitted, self._saved or {})
 
 

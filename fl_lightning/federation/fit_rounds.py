@@ -58,7 +58,7 @@ class FitRounds:
             self.clients,
             self.server,
             stages,
-            run.memory.clients,
+            run.memory,
             skips_failures=options.on_client_failure == "skip",
             min_replies=options.min_replies,
         )

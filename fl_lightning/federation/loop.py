@@ -1,9 +1,9 @@
 """One pass of Lightning's training loop in a federated run.
 
-`FederatedLoop` takes the place of one sub-loop, the one that would run ``training_step`` and step
-the optimizer on a batch; `FederatedManualLoop` that of its twin, for modules that step their optimizers
-by hand. Here a batch is the clients of a round. They train and the server steps, before validation and
-checkpoints, and ``global_step`` advances by one.
+Lightning's loop gives each batch to one of two sub-loops: that of automatic optimization, or its twin for modules
+that step their optimizers by hand. In a federated run a batch is the clients of a round, and `install` makes the
+sub-loop run a round: they train and the server steps, before validation and checkpoints, and ``global_step``
+advances by one.
 
 This is the only file that touches protected names of Lightning:
 `_AutomaticOptimization` with its ``run`` and ``optim_progress``, `_ManualOptimization` with its ``run``
@@ -19,15 +19,13 @@ and its like of both loops), and ``_data_fetcher``, which begins anew in every r
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import lightning
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
-from torch.optim import Optimizer
-from typing_extensions import override
 
 from fl_lightning.federation.round_cohorts import CohortBatch
 
@@ -44,65 +42,30 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
     raise ImportError(_ADVICE)
 
 
-class Rounds(Protocol):
-    """The rounds that the loop drives."""
-
-    def train(self, cohort: CohortBatch) -> None:
-        """Train the clients of a round and step the server."""
-
-
-class FederatedLoop(_AutomaticOptimization):
-    """Runs a round where Lightning would take one optimizer step."""
-
-    def __init__(self, trainer: Trainer, rounds: Rounds) -> None:
-        super().__init__(trainer)
-        self._rounds = rounds
-
-    @override
-    def run(
-        self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
-    ) -> dict[str, Any]:
-        """Run one round."""
-        self._rounds.train(next(iter(kwargs.values())))
-        self.optim_progress.optimizer.step.increment_ready()
-        self.optim_progress.optimizer.step.increment_completed()
-        return {}
-
-
-class FederatedManualLoop(_ManualOptimization):
-    """Runs a round where Lightning would let a module step its optimizers by hand.
+def install(trainer: Trainer, train: Callable[[CohortBatch], None]) -> None:
+    """Make the Trainer's sub-loop run a round where it would step an optimizer; its progress is kept.
 
     ``global_step`` counts rounds: the loop does not see the optimizer steps of clients.
+
+    Args:
+        trainer: about to train.
+        train: trains the clients of a round and steps the server.
     """
-
-    def __init__(self, trainer: Trainer, rounds: Rounds) -> None:
-        super().__init__(trainer)
-        self._rounds = rounds
-
-    @override
-    def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Run one round."""
-        self._rounds.train(next(iter(kwargs.values())))
-        self.optim_step_progress.increment_ready()
-        self.optim_step_progress.increment_completed()
-        return {}
-
-
-def install(trainer: Trainer, rounds: Rounds) -> None:
-    """Replace the Trainer's optimization loop by one that runs rounds, and keep its progress."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    stock = getattr(epoch_loop, "automatic_optimization", None)
-    by_hand = getattr(epoch_loop, "manual_optimization", None)
+    stock: Any = getattr(epoch_loop, "automatic_optimization", None)
+    by_hand: Any = getattr(epoch_loop, "manual_optimization", None)
     if not (isinstance(stock, _AutomaticOptimization) and isinstance(by_hand, _ManualOptimization)):
         raise ImportError(_ADVICE)  # noqa: TRY004 - it is the installed version that is wrong
-    if trainer.lightning_module.automatic_optimization:
-        loop = FederatedLoop(trainer, rounds)
-        loop.optim_progress = stock.optim_progress
-        epoch_loop.automatic_optimization = loop
-    else:
-        manual_loop = FederatedManualLoop(trainer, rounds)
-        manual_loop.optim_step_progress = by_hand.optim_step_progress
-        epoch_loop.manual_optimization = manual_loop
+    steps = _steps(trainer)
+
+    def run(*arguments: Any) -> dict[str, Any]:
+        """Run one round; in both sub-loops the last argument holds the batch."""
+        train(next(iter(arguments[-1].values())))
+        steps.increment_ready()
+        steps.increment_completed()
+        return {}
+
+    (stock if trainer.lightning_module.automatic_optimization else by_hand).run = run
     if getattr(trainer.strategy.launcher, "ends_all", False):
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
@@ -153,7 +116,7 @@ def _steps(trainer: Trainer) -> Any:
     """Return Lightning's counter behind ``global_step``; manual optimization has one of its own."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
-        return loop.automatic_optimization.optim_progress
+        return loop.automatic_optimization.optim_progress.optimizer.step
     return loop.manual_optimization.optim_step_progress
 
 

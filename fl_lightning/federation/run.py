@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import LocalTrainer
@@ -20,7 +17,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checkpoints.files import RunMemory
+from fl_lightning.federation.checkpoints.files import run_memory
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from fl_lightning.federation.processes.ranks import Ranks
@@ -31,44 +28,6 @@ from fl_lightning.federation.visits.visiting import visiting
 
 # Factor by which a scale is lowered at which fp16 gradients overflow.
 _LOWER = 16.0
-
-
-class GradientScale:
-    """Scale of fp16 losses, which can be reset to the round's start; without a scaler it does nothing.
-
-    Args:
-        scaler: gradient scaler of the precision plugin; None without fp16.
-
-    Attributes:
-        is_active: whether there is a scaler.
-    """
-
-    def __init__(self, scaler: GradScaler | None) -> None:
-        self._scaler, self.is_active = scaler, scaler is not None
-        self._start: dict[str, Any] = self.state()
-
-    def start_round(self) -> None:
-        """Remember the current scale as that of the round's start."""
-        self._start = self.state()
-
-    def reset(self) -> None:
-        """Reset the scale to that of the round's start."""
-        self.restore(self._start)
-
-    def state(self) -> dict[str, Any]:
-        """Return the scaler's state, for `restore`."""
-        return {} if self._scaler is None else self._scaler.state_dict()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Set the scaler's state, between clients or rounds."""
-        if self._scaler is None:
-            return
-        self._scaler.load_state_dict(state)
-        # A step that raised left gradients marked as unscaled; before the first step there
-        # is nothing to forget, which `update` takes for misuse
-        with suppress(AssertionError):
-            self._scaler.update(state["scale"])
-            self._scaler.load_state_dict(state)
 
 
 class Run:
@@ -94,7 +53,6 @@ class Run:
         step: runs one local step.
         by_step: learning-rate schedules that count local steps; None without one.
         local: the sequential engine.
-        scale: scale of fp16 losses.
     """
 
     def __init__(
@@ -105,7 +63,7 @@ class Run:
         self.data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self.optimizers: list[Optimizer] = trainer.optimizers
         self.ranks, self.collector = Ranks(trainer), LogCollector()
-        self.memory = RunMemory(trainer, self.ranks, memory_bytes)
+        self.memory = run_memory(trainer, memory_bytes)
         self.plan = WorkPlan(self.data, work)
         self.step = LightningStep(trainer, self.collector, work.accumulate)
         self.by_step = local_schedules(trainer)
@@ -116,11 +74,11 @@ class Run:
             self.collector,
             [config.scheduler for config in trainer.lr_scheduler_configs],
             self.by_step,
+            getattr(trainer.precision_plugin, "scaler", None),
             by_hand=not self.module.automatic_optimization,
             ignore=NOT_THE_USERS,
         )
         self.step.on_new_layout = self.local.tensors.note
-        self.scale = GradientScale(getattr(trainer.precision_plugin, "scaler", None))
 
     @property
     def num_rounds(self) -> float:
@@ -145,7 +103,7 @@ class Run:
         Raises:
             ClientFailure: if a step raised, or the gradient is not finite.
         """
-        shard = self.plan.shard(work)
+        shard, scale = self.plan.shard(work), self.local.round_start.scale()
         self.step.forget_gradients()  # of the last step, which would only take memory
         with (
             visiting(self.trainer, logs=self.collector, in_place=True),
@@ -162,6 +120,7 @@ class Run:
                 raise ClientFailure(work.client_id, located) from error
             finally:
                 self.local.restore(model)
+                self.local.round_start.set_scale(scale)  # with which the client's steps ended
 
     def _finite_gradient(self, model: GlobalModel, shard: ClientWork) -> Tensor:
         """Return the gradient, with the largest loss scale at which it is finite."""

@@ -104,7 +104,7 @@ class SimpleFederation:
         built_in = stages_of_steps(correction, aggregator, is_lossy=transport.is_lossy)
         stages = [*built_in, *stages, transport]
         self.plan = WorkPlan(data, LocalWork(None, local_epochs, accumulate=1, seed=seed))
-        self.collector, self.memory = LogCollector(), SimpleNamespace(clients=ClientMemory())
+        self.collector, self.memory = LogCollector(), ClientMemory()
         self.ranks = SimpleNamespace(size=1)
         self.step = PlainStep(module, optimizer, self.collector)
         self.local = LocalTrainer(module, optimizer, self.step, self.collector)
@@ -117,8 +117,8 @@ class SimpleFederation:
         )
         for stage in stages:
             stage.place(self.local.space, None)
-        self._clients = OneByOne(module, self.local, self.plan, self.collector, self.stages_ahead)
-        self.round = Round(self, server, self.stages_ahead, self.memory.clients)
+        self._clients = OneByOne(cast(Run, self), self.stages_ahead)
+        self.round = Round(self, server, self.stages_ahead, self.memory)
 
     def _enter(self, stage: Stage) -> None:
         try:

@@ -7,6 +7,7 @@ In the order in which Lightning calls: `prepare`, `begin`, `take_over`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,11 +37,11 @@ from fl_lightning.federation.checks.fit import (
 from fl_lightning.federation.checks.privacy import check_local_steps, check_trainer_private
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.hooks import keep_cohorts_from_hooks
-from fl_lightning.federation.loop import Rounds, install
+from fl_lightning.federation.loop import install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.plan import DrawsBatches, LocalWork
 from fl_lightning.federation.processes.ranks import Ranks, shares
-from fl_lightning.federation.round_cohorts import RoundCohorts
+from fl_lightning.federation.round_cohorts import CohortBatch, RoundCohorts
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
 from fl_lightning.federation.stages.asynchrony import ArrivingCohort
@@ -190,7 +191,7 @@ def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
     if options.correction is not None:
         options.correction.check_server(rounds.server.optimizer)
     if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-        trainer.strategy.checkpoint_io.files = rounds.memory.files_of_checkpoint
+        trainer.strategy.checkpoint_io.files = lambda: rounds.memory.files_of_checkpoint
     return rounds
 
 
@@ -250,12 +251,14 @@ def private_stage(trainer: Trainer, options: Options, calendar: Calendar) -> Pri
     )
 
 
-def take_over(trainer: Trainer, rounds: Rounds, run: Run, cleanup: ExitStack) -> None:
+def take_over(
+    trainer: Trainer, train: Callable[[CohortBatch], None], run: Run, cleanup: ExitStack
+) -> None:
     """Install a run's rounds in Lightning's loop and hooks, until the fit is over."""
     cleanup.callback(run.step.use, ())
     counts_of(trainer).planned_batches = 0
     trainer.accumulate_grad_batches = 1  # global_step counts rounds
-    install(trainer, rounds)
+    install(trainer, train)
     filters = list(warnings.filters)  # not `catch_warnings`, which would also restore `showwarning`
     cleanup.callback(setattr, warnings, "filters", filters)
     # schedules step once a round, also where no client of this process has stepped the optimizer

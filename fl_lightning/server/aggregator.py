@@ -82,6 +82,7 @@ class Aggregator(ABC):
         needs_effective_steps: whether it reads ``effective_steps`` of the updates.
         weight_by_examples: whether it weights updates by their ``num_examples``.
         exchanges: whether processes exchange more than sums, see `exchange`.
+        buffers: new buffers of the model after `close`; None for the mean of the clients' buffers.
     """
 
     exact: bool = False
@@ -89,6 +90,7 @@ class Aggregator(ABC):
     needs_effective_steps: bool = False
     weight_by_examples: bool = False
     exchanges: bool = False
+    buffers: Tensor | None = None
     _memory: dict[str, Tensor] | None = None
 
     @property
@@ -184,11 +186,6 @@ class Aggregator(ABC):
     @abstractmethod
     def close(self) -> Tensor:
         """End the round and return the aggregate, shape (k,)."""
-
-    @property
-    def buffers(self) -> Tensor | None:
-        """New buffers of the model after `close`, or None for the mean of the clients' buffers."""
-        return None
 
     @property
     def untouched(self) -> Tensor | slice:

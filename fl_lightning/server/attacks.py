@@ -31,14 +31,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from statistics import NormalDist
-from typing import Literal, Protocol, final
+from typing import ClassVar, Literal, Protocol, final
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import check_range
+from fl_lightning.core.errors import Ranged
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.server.aggregator import Aggregator, KeptUpdates
 from fl_lightning.server.robust.matrix import Floats, Rows, chosen_rows, rows_and_one
@@ -101,11 +101,6 @@ class Forged(KeptUpdates):
 
     @property
     @override
-    def buffers(self) -> Tensor | None:
-        return self.aggregator.buffers
-
-    @property
-    @override
     def memory(self) -> dict[str, Tensor]:
         return self.aggregator.memory
 
@@ -137,7 +132,8 @@ class Forged(KeptUpdates):
                 sent = replace(update, delta=vector.to(self._like))
             self.aggregator.add(sent)
         del self._rows
-        return self.aggregator.close()
+        aggregate, self.buffers = self.aggregator.close(), self.aggregator.buffers
+        return aggregate
 
     def _generator(self, client: int) -> np.random.Generator:
         return numpy_generator(self._seed, "attack", self._round_index, client)
@@ -145,7 +141,7 @@ class Forged(KeptUpdates):
 
 @final
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Ranged):
     """Sends its update times a factor; with poisoned examples this is model replacement.
 
     Args:
@@ -154,8 +150,7 @@ class Scaling:
 
     factor: float = 10.0
 
-    def __post_init__(self) -> None:
-        check_range("Scaling: factor", self.factor, "a finite number")
+    ranges: ClassVar = {"factor": "a finite number"}
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -167,7 +162,7 @@ class Scaling:
 
 @final
 @dataclass(frozen=True)
-class SignFlip:
+class SignFlip(Ranged):
     """Sends its update with the opposite sign.
 
     Args:
@@ -179,8 +174,7 @@ class SignFlip:
 
     scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_range("SignFlip: scale", self.scale, "at least 0 and finite")
+    ranges: ClassVar = {"scale": "at least 0 and finite"}
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -191,7 +185,7 @@ class SignFlip:
 
 @final
 @dataclass(frozen=True)
-class GaussianNoise:
+class GaussianNoise(Ranged):
     """Sends Gaussian noise instead of an update.
 
     Args:
@@ -203,8 +197,7 @@ class GaussianNoise:
 
     std: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_range("GaussianNoise: std", self.std, "at least 0 and finite")
+    ranges: ClassVar = {"std": "at least 0 and finite"}
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -216,7 +209,7 @@ class GaussianNoise:
             yield (self.std * noise).astype(rows.dtype)
 
 
-class _Collusion(ABC):
+class _Collusion(Ranged, ABC):
     """An attack in which all attackers send the same vector."""
 
     @abstractmethod
@@ -244,8 +237,7 @@ class ALIE(_Collusion):
 
     z: float | None = None
 
-    def __post_init__(self) -> None:
-        check_range("ALIE: z", self.z, "a finite number")
+    ranges: ClassVar = {"z": "a finite number"}
 
     @override
     def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
@@ -266,8 +258,7 @@ class InnerProductManipulation(_Collusion):
 
     epsilon: float = 0.5
 
-    def __post_init__(self) -> None:
-        check_range("InnerProductManipulation: epsilon", self.epsilon, "a finite number")
+    ranges: ClassVar = {"epsilon": "a finite number"}
 
     @override
     def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
 from torch import Tensor
 
-from fl_lightning.core.errors import check_range
+from fl_lightning.core.errors import Ranged
 from fl_lightning.core.traits import Trait, Traits
 
 
@@ -35,7 +35,7 @@ class Staleness(Protocol):
 
 @final
 @dataclass(frozen=True)
-class PolynomialStaleness:
+class PolynomialStaleness(Ranged):
     """s(τ) = (1 + τ)^-a.
 
     Args:
@@ -48,8 +48,7 @@ class PolynomialStaleness:
 
     exponent: float = 0.5
 
-    def __post_init__(self) -> None:
-        check_range("exponent", self.exponent, "at least 0 and finite")
+    ranges: ClassVar = {"exponent": "at least 0 and finite"}
 
     def weight(self, staleness: int) -> float:
         """Return the weight s(τ) of an update τ steps late."""
@@ -58,7 +57,7 @@ class PolynomialStaleness:
 
 @final
 @dataclass(frozen=True)
-class HingeStaleness:
+class HingeStaleness(Ranged):
     """s(τ) = 1 up to τ = b, then 1 / (a (τ - b) + 1).
 
     Args:
@@ -73,9 +72,7 @@ class HingeStaleness:
     slope: float = 10.0
     grace: int = 4
 
-    def __post_init__(self) -> None:
-        check_range("slope", self.slope, "at least 0 and finite")
-        check_range("grace", self.grace, "at least 0 rounds")
+    ranges: ClassVar = {"slope": "at least 0 and finite", "grace": "at least 0 rounds"}
 
     def weight(self, staleness: int) -> float:
         """Return the weight s(τ) of an update τ steps late."""
@@ -107,15 +104,13 @@ ONE_BY_ONE = Traits(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncRule(ABC):
+class AsyncRule(Ranged, ABC):
     """Base of asynchronous rules: concurrent clients, updates per server step, weight of stale updates."""
 
     concurrency: int
     staleness: Staleness | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("concurrency", "buffer_size"):
-            check_range(name, getattr(self, name), "at least 1 client")
+    ranges: ClassVar = dict.fromkeys(("concurrency", "buffer_size"), "at least 1 client")
 
     @property
     def buffer_size(self) -> int:
@@ -186,9 +181,7 @@ class FedAsync(AsyncRule):
 
     mixing: float = 0.6
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("mixing", self.mixing, "in (0, 1]")
+    ranges: ClassVar = {"mixing": "in (0, 1]"}
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
         """Return α s(τ) (x - y)."""

@@ -38,12 +38,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Self, final
+from typing import ClassVar, Literal, Self, final
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.kernels import rounded_at_random, rounds_in_one_pass
 from fl_lightning.updates.payload import (
     Block,
@@ -74,7 +74,7 @@ class InBlocks(Transform):
     block: BlockOption
 
     def __post_init__(self) -> None:
-        check_range("bits", getattr(self, "bits", None), "from 1 to 8")
+        super().__post_init__()
         block = self.block
         is_wrong = block < 1 if isinstance(block, int) else isinstance(block, str)
         if is_wrong and block != "tensor":
@@ -222,6 +222,8 @@ class Affine(InBlocks):
     bits: int = 8
     block: BlockOption = None
 
+    ranges: ClassVar = {"bits": "from 1 to 8"}
+
     @property
     def name(self) -> str:
         """Name and options, as in the message's header."""
@@ -277,6 +279,8 @@ class QSGD(InBlocks):
     bits: int = 8
     norm: Literal["max", "l2"] = "max"
     block: BlockOption = None
+
+    ranges: ClassVar = {"bits": "from 1 to 8"}
 
     @property
     def name(self) -> str:

@@ -38,17 +38,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import check_range
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.kernels import keys_below, places_from
 from fl_lightning.updates.payload import Dense, Payload, Sparse
-from fl_lightning.updates.transform import Shapes, Transform, checked_fraction, num_kept, only_dense
+from fl_lightning.updates.transform import Shapes, Transform, num_kept, only_dense
+
+_RANGES = {"fraction": "in (0, 1]: it is the share of numbers that is sent"}
 
 
 @final
@@ -70,8 +71,7 @@ class TopK(Transform):
 
     fraction: float
 
-    def __post_init__(self) -> None:
-        checked_fraction(self.fraction)
+    ranges: ClassVar = _RANGES
 
     @property
     def name(self) -> str:
@@ -131,8 +131,7 @@ class RandomK(Transform):
     fraction: float
     unbiased: bool = True
 
-    def __post_init__(self) -> None:
-        checked_fraction(self.fraction)
+    ranges: ClassVar = _RANGES
 
     @property
     def name(self) -> str:
@@ -215,28 +214,18 @@ class PowerSGD(Transform):
     iterations: int = 4
     shapes: Sequence[Sequence[int]] | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("rank", "iterations"):
-            check_range(name, getattr(self, name), "at least 1")
+    ranges: ClassVar = {"rank": "at least 1", "iterations": "at least 1"}
+    needs_shapes = True
+    approximates = True  # a matrix of higher rank
 
     @property
     def name(self) -> str:
         """Name in the message's header; iterations are not part of it."""
         return f"low rank {self.rank}"
 
-    @property
-    def needs_shapes(self) -> bool:
-        """True: matrices are tensors of the model."""
-        return True
-
     def with_shapes(self, shapes: Shapes) -> PowerSGD:
         """Return the transform for vectors that are the concatenation of tensors of these shapes."""
         return replace(self, shapes=shapes)
-
-    @property
-    def approximates(self) -> bool:
-        """True: a matrix of higher rank is not sent exactly."""
-        return True
 
     def sent_size(self, size: int) -> int:
         """Number of values that are sent."""

@@ -23,7 +23,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
@@ -48,7 +48,7 @@ _OF_TENSORS = Traits(
 )
 
 
-class UpdateStep(ABC):
+class UpdateStep(Ranged, ABC):
     """Base of the transforms in a federation's `updates`."""
 
     @property
@@ -248,11 +248,6 @@ def with_memory(
     return payload, torch.sub(wanted, arrived.to_dense())
 
 
-def checked_fraction(fraction: float) -> None:
-    """Raise ConfigurationError if ``fraction`` is not in (0, 1]."""
-    check_range("fraction", fraction, "in (0, 1]", ": it is the share of numbers that is sent")
-
-
 def num_kept(size: int, fraction: float) -> int:
     """Number of values to keep of ``size``: rounded, at least one."""
     return min(size, max(1, round(fraction * size)))
@@ -310,6 +305,7 @@ class ErrorFeedback(UpdateStep):
     under_privacy: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.transforms:
             raise ConfigurationError(
                 "ErrorFeedback: transforms must hold at least one, got []: without any nothing is left out"

@@ -33,11 +33,11 @@ def adam(params):
     return torch.optim.Adam(params, lr=0.01)
 
 
-def trainer_of(module, make_optimizer=sgd, accumulate=1):
+def trainer_of(module, make_optimizer=sgd):
     """Return the trainer of a module whose `self.log` is the collector's from now on."""
     collector, optimizer = LogCollector(), make_optimizer(module.parameters())
     object.__setattr__(module, "log", collector.log)
-    step = PlainStep(module, optimizer, collector, accumulate=accumulate)
+    step = PlainStep(module, optimizer, collector)
     return LocalTrainer(module, optimizer, step, collector)
 
 
@@ -250,29 +250,6 @@ class TestFailures:
 
 
 class TestPlainStep:
-    def test_accumulated_batches_are_one_larger_batch(self):
-        steps = batches(1, num_batches=4)
-        pairs = [steps[0] + steps[1], steps[2] + steps[3]]
-        large = []
-        for pair in pairs:
-            parts = zip(*(batch for batch, _ in pair), strict=True)
-            large.append([(tuple(torch.cat(part) for part in parts), 10)])
-        by_parts, at_once = trainer_of(toy(), accumulate=2), trainer_of(toy())
-        start = by_parts.read()
-        found, expected = train(by_parts, start, pairs), train(at_once, start, large)
-        torch.testing.assert_close(found.delta, expected.delta)
-        assert found.num_steps == expected.num_steps == 2
-        for name, value in expected.metrics.items():
-            torch.testing.assert_close(found.metrics[name], value)
-
-    def test_a_batch_alone_counts_as_its_part_of_a_full_step(self):
-        """As Lightning does: the last step's few batches are divided by the full number."""
-        full, part = trainer_of(toy()), trainer_of(toy(), accumulate=2)
-        start = full.read()
-        whole, half = (train(trainer, start, batches(1, 1)) for trainer in (full, part))
-        torch.testing.assert_close(half.delta, whole.delta / 2)
-        assert half.metrics == whole.metrics
-
     def test_a_skipped_batch_moves_nothing(self, module):
         module.training_step = lambda batch, index: None
         trainer = trainer_of(module, lambda params: torch.optim.SGD(params, lr=1, weight_decay=1))

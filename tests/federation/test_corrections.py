@@ -34,7 +34,6 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.client import memory as client_memory
-from fl_lightning.client.corrections.losses import ShiftedLogits
 from fl_lightning.data import Cohort, LabelShards
 from fl_lightning.data.partitions.partition import IID
 from fl_lightning.federation.checkpoints.files import memory_folder
@@ -676,11 +675,11 @@ class TestFedLC:
     def test_evaluation_is_as_it_was(self):
         fedlc, module = FedLC(tau=2.0), Forward()
         inputs, labels = torch.randn(2, 4), torch.tensor([0, 0, 2])
-        plain, logits = module(inputs), ShiftedLogits(fedlc, module, labels)
+        plain = module(inputs)
         shift = fedlc.shift(torch.tensor([2.0, 0.0, 1.0]))
-        torch.testing.assert_close(module(inputs), plain + shift)
-        assert torch.equal(module.eval()(inputs), plain)
-        logits.close(has_trained=True)
+        with fedlc.calibrated(module, lambda: labels):
+            torch.testing.assert_close(module(inputs), plain + shift)
+            assert torch.equal(module.eval()(inputs), plain)
         assert torch.equal(module.train()(inputs), plain)
 
     @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
@@ -692,8 +691,8 @@ class TestFedLC:
         with pytest.raises(ConfigurationError, match=r"get its logits by self\(inputs\)"):
             run(ToyModule, correction=FedLC())
         logits, flat = torch.zeros(2, 2), torch.nn.Identity()
-        ShiftedLogits(FedLC(), flat, torch.tensor([2]))
-        with pytest.raises(ConfigurationError, match="at least 3 classes"):
+        calibrated = FedLC().calibrated(flat, lambda: torch.tensor([2]))
+        with pytest.raises(ConfigurationError, match="at least 3 classes"), calibrated:
             flat(logits)
 
 

@@ -82,7 +82,7 @@ def test_a_client_that_a_later_stage_skips_has_learnt_nothing(engine, correction
         trainer = fit(module, data, on_client_failure="skip", **options)
         assert trainer.callback_metrics["round/skipped"] == 1
         [federation] = (c for c in trainer.callbacks if isinstance(c, Federation))
-        remembered = federation.rounds.memory.clients
+        remembered = federation.rounds.memory
         assert [k for k in range(6) if remembered.get("correction", k) is None] == [2]
         ends.append(weights(module))
     assert sorted(learnt) == [0, 0, 1, 1, 3, 3, 4, 4, 5, 5]

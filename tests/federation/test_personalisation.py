@@ -220,7 +220,7 @@ class TestClosedForms:
                     own -= 0.1 * alpha * gradient
                 alpha -= 0.001 * sum(slopes) / 5
                 assert 0 < alpha < 1
-            memory = federation.rounds.memory.clients
+            memory = federation.rounds.memory
             assert float(memory.get("mixture", client)) == pytest.approx(alpha, rel=1e-12)
             assert float(memories(federation)[client]) == pytest.approx(own, rel=1e-12)
 

@@ -299,7 +299,7 @@ def test_a_run_has_the_same_bits_with_checks(case, checked):
         trainer = run(module, seen, **block)
         federation = trainer.callbacks[0]
         assert federation.rounds.clients.engine.slots is not None
-        ends.append((weights(module), federation.rounds.memory.clients.state_dict()["present"]))
+        ends.append((weights(module), federation.rounds.memory.state_dict()["present"]))
         draws.append(seen.seen)
         values = {k: float(v) for k, v in trainer.callback_metrics.items() if "seconds" not in k}
         logs.append((values, federation.rounds.clients.collector.prog_bar))

@@ -122,7 +122,7 @@ def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypa
     monkeypatch.setattr(path, "with_memory", with_memory)
     options = {"cohort": 6, "trainer": {"max_epochs": 4}}
     _, federation = run(COMPRESSED, callbacks=[noted], **options)
-    arrived, memories = {}, federation.rounds.memory.clients
+    arrived, memories = {}, federation.rounds.memory
     for update in noted.received:
         arrived[update.client_id] = arrived.get(update.client_id, 0) + update.delta
     for client, total in arrived.items():
@@ -160,9 +160,7 @@ def test_memories_follow_a_mask_that_changes():
     module, federation = run(COMPRESSED, callbacks=[NewMasks()], module=Masked, cohort=6)
     size = federation.rounds.clients.local.space.size
     assert weights(module).isfinite().all()
-    assert {len(federation.rounds.memory.clients.get("error feedback", c)) for c in range(6)} == {
-        size
-    }
+    assert {len(federation.rounds.memory.get("error feedback", c)) for c in range(6)} == {size}
 
 
 class TestLowRank:

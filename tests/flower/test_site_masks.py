@@ -12,9 +12,8 @@ from torch import nn
 from fl_lightning import CentralDP, Federation, LocalDP, Mean, PoissonCohort
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.network.server import _check_calibration
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.files import RunMemory
-from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.flower.messages import Answer, ClientAnswer, Order, OrderRefused, digest
 from fl_lightning.flower.packing import (
     RunMask,
@@ -94,9 +93,8 @@ def test_a_damaged_mask_is_refused(damage):
 
 def memory_under(folder, number):
     """Return a site's memory of one client under a mask."""
-    trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     memory = SiteMemory(folder)
-    memory.serve(RunMemory(trainer, Ranks(trainer), 1e9))
+    memory.serve(ClientMemory())
     memory.follow_mask(RunMask(MASK, number))
     return memory
 

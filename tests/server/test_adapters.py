@@ -266,7 +266,7 @@ def test_fedsa_shares_a_and_keeps_b_at_the_client():
     mean_a = sum(p * a for p, (a, _) in zip(SHARES, ends, strict=True))
     torch.testing.assert_close(module.layer.lora_A["default"].weight.detach(), mean_a)
     assert torch.equal(module.layer.lora_B["default"].weight, start_b)  # as in the paper's round 0
-    memory = trainer.callbacks[0].rounds.run.memory.clients
+    memory = trainer.callbacks[0].rounds.run.memory
     for client, (_, b) in enumerate(ends):
         torch.testing.assert_close(memory.get("personal", client).view_as(b), b)
 

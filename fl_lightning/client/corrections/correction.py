@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.space import Space
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits
 
@@ -42,14 +43,6 @@ class GradientTerm:
     def is_nothing(self) -> bool:
         """True if the term is 0 everywhere."""
         return self.pull == 0 and self.shift is None
-
-    def __add__(self, other: GradientTerm) -> GradientTerm:
-        """Return the sum of two terms."""
-        if self.shift is None or other.shift is None:
-            shift = self.shift if other.shift is None else other.shift
-        else:
-            shift = self.shift + other.shift
-        return GradientTerm(self.pull + other.pull, shift)
 
 
 @dataclass(frozen=True)
@@ -73,17 +66,6 @@ class Outcome:
 
 # Returns the term that a client adds to the loss of a batch, a scalar with a gradient.
 AddedLoss = Callable[[Any], Tensor]
-
-
-class Calibrated(Protocol):
-    """A change of a module's outputs that lasts while a client trains."""
-
-    def close(self, *, has_trained: bool) -> None:
-        """Restore the module.
-
-        Raises:
-            ConfigurationError: if the client has trained and no output was changed.
-        """
 
 
 _OF_MEMORIES = Traits(
@@ -113,22 +95,29 @@ OF_LOSSES = Traits(
 )
 
 
-class Correction:
+class Correction(Ranged):
     """Base of corrections of the clients' objective; subclasses are frozen dataclasses without state.
 
-    Override `pull` for a pull towards the global model, `term` for a shift as well, and `remember` for
+    Override `pull` for a pull towards the global model, `shift` for a shift, and `remember` for
     a memory. The other properties follow from the overridden methods.
+
+    Attributes:
+        needs_mean: whether the server keeps the mean of all memories.
+        reads_mean: whether clients read that mean, which is then sent with the model.
 
     Example:
         >>> class Halved(Correction):
         ...     pull = 0.5
-        >>> Halved().term(None, None), Halved().remembers
-        (GradientTerm(pull=0.5, shift=None), False)
+        >>> Halved().pull, Halved().has_shift, Halved().remembers
+        (0.5, False, False)
     """
+
+    needs_mean: bool = False
+    reads_mean: bool = False
 
     @property
     def pull(self) -> float:
-        """Strength of the pull in every client's term, ≥ 0."""
+        """Strength of the pull towards the global model, ≥ 0, the same for all clients."""
         return 0.0
 
     @property
@@ -138,18 +127,8 @@ class Correction:
 
     @property
     def has_shift(self) -> bool:
-        """True if terms may have a shift: the class overrides `term`."""
-        return type(self).term is not Correction.term
-
-    @property
-    def needs_mean(self) -> bool:
-        """True if the server keeps the mean of all memories."""
-        return False
-
-    @property
-    def reads_mean(self) -> bool:
-        """True if clients read the mean of all memories, which is then sent with the model."""
-        return False
+        """True if clients may have a shift: the class overrides `shift`."""
+        return type(self).shift is not Correction.shift
 
     @property
     def shows_change(self) -> bool:
@@ -182,14 +161,14 @@ class Correction:
         """Raise ConfigurationError if the server optimizer does not fit."""
         return
 
-    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return a client's term for a round; all clients have the same pull.
+    def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:
+        """Return the vector that a client adds to its gradients in a round, shape (k,); None for 0.
 
         Args:
             memory: memory of the client, shape (k,); None stands for 0.
             mean: mean of all memories, shape (k,); None stands for 0.
         """
-        return GradientTerm(self.pull)
+        return None
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
         """Return the client's memory after a round, a new vector of shape (k,)."""
@@ -217,14 +196,16 @@ class Correction:
         """
         return None
 
-    def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> Calibrated | None:
-        """Change a module's outputs until the returned object is closed; None for no change.
+    def calibrated(
+        self, module: nn.Module, labels: Callable[[], Tensor]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a client trains with changed outputs of the module.
 
         Args:
             module: the client's model.
             labels: returns the labels of the client's training examples, shape (n,).
         """
-        return None
+        return nullcontext()
 
 
 # A parameter with frozen entries: the tensor, indices of the active entries, x and the shift there.

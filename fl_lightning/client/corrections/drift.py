@@ -39,13 +39,13 @@ paper does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from fl_lightning.client.corrections.correction import OF_LOSSES, Correction, GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import OF_LOSSES, Correction, Outcome
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
@@ -65,15 +65,13 @@ class FedProx(Correction):
         ConfigurationError: if ``mu`` is negative or infinite.
 
     Example:
-        >>> FedProx(mu=0.1).term(None, None)
-        GradientTerm(pull=0.1, shift=None)
+        >>> FedProx(mu=0.1).pull
+        0.1
     """
 
     mu: float = 0.01
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.mu < float("inf"):
-            raise ConfigurationError(f"FedProx: mu must be at least 0 and finite, got {self.mu}")
+    ranges: ClassVar = {"mu": "at least 0 and finite"}
 
     @property
     def pull(self) -> float:
@@ -104,9 +102,8 @@ class Scaffold(Correction):
         ConfigurationError: if the option is neither I nor II.
 
     Example:
-        >>> term = Scaffold().term(torch.tensor([3.0]), torch.tensor([1.0]))
-        >>> term
-        GradientTerm(pull=0.0, shift=tensor([-2.]))
+        >>> Scaffold().shift(torch.tensor([3.0]), torch.tensor([1.0]))
+        tensor([-2.])
     """
 
     option: Literal["I", "II"] = "II"
@@ -142,11 +139,11 @@ class Scaffold(Correction):
                 "or set option to I"
             ) from None
 
-    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return the shift c - c_i."""
+    def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:
+        """Return c - c_i."""
         if memory is None or mean is None:
-            return GradientTerm(0.0, mean if memory is None else -memory)
-        return GradientTerm(0.0, mean - memory)
+            return mean if memory is None else -memory
+        return mean - memory
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
         """Return the new c_i; coordinates whose learning rate is 0 keep the old value."""
@@ -183,19 +180,14 @@ class FedDyn(Correction):
 
     Example:
         >>> import torch
-        >>> FedDyn(alpha=0.1).term(torch.tensor([3.0]), None)
-        GradientTerm(pull=0.1, shift=tensor([-3.]))
+        >>> FedDyn(alpha=0.1).shift(torch.tensor([3.0]), None)
+        tensor([-3.])
     """
 
     alpha: float = 0.01
 
+    ranges: ClassVar = {"alpha": "above 0 and finite: the server divides by it"}
     needs_mean = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.alpha < float("inf"):
-            raise ConfigurationError(
-                f"FedDyn: alpha must be above 0 and finite, got {self.alpha}: the server divides by it"
-            )
 
     @property
     def pull(self) -> float:
@@ -211,9 +203,9 @@ class FedDyn(Correction):
                 "server_optimizer out, or use torch.optim.SGD"
             )
 
-    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return the term α (y - x) - g_i."""
-        return GradientTerm(self.alpha, None if memory is None else -memory)
+    def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:
+        """Return -g_i."""
+        return None if memory is None else -memory
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
         """Return the new memory g_i + α (x - y)."""

@@ -24,9 +24,10 @@ loss. A class without examples, n_c = 0, is shifted by 100 τ, as if n_c were 1e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -65,20 +66,14 @@ class Moon(Correction):
     mu: float = 1.0
     temperature: float = 0.5
 
+    ranges: ClassVar = {"mu": "at least 0 and finite", "temperature": "above 0 and finite"}
+
     @property
     def traits(self) -> Traits:
         """Traits; it adds to the loss that training_step returns."""
         added = {Trait.RETURNED_LOSS: "adds to the loss"}
         ways = {Trait.RETURNED_LOSS: "use FedProx, Scaffold or FedDyn"}
         return super().traits | Traits(needs=added, instead=ways)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.mu < float("inf"):
-            raise ConfigurationError(f"Moon: mu must be at least 0 and finite, got {self.mu}")
-        if not 0 < self.temperature < float("inf"):
-            raise ConfigurationError(
-                f"Moon: temperature must be above 0 and finite, got {self.temperature}"
-            )
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Raise ConfigurationError if the module has no method ``features``."""
@@ -178,56 +173,42 @@ class FedLC(Correction):
 
     tau: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.tau < float("inf"):
-            raise ConfigurationError(f"FedLC: tau must be at least 0 and finite, got {self.tau}")
+    ranges: ClassVar = {"tau": "at least 0 and finite"}
 
-    def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> ShiftedLogits:
-        """Shift the module's logits until the returned object is closed."""
-        return ShiftedLogits(self, module, labels())
+    @contextmanager
+    def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> Iterator[None]:
+        """Shift the module's logits inside the block.
+
+        Raises:
+            ConfigurationError: if ``forward`` returns no logits, or is not called inside the block.
+        """
+        known, was_asked = labels().bincount(), False
+
+        def shifted(module: nn.Module, inputs: Any, logits: Any) -> Any:
+            nonlocal was_asked
+            if not module.training:
+                return logits
+            if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < len(known):
+                raise ConfigurationError(
+                    f"FedLC shifts logits of shape (B, C) with at least {len(known)} classes, and "
+                    f"{type(module).__name__}.forward returns something else: have it return the logits"
+                )
+            was_asked = True
+            counts = torch.zeros(logits.shape[1])
+            counts[: len(known)] = known
+            return logits + self.shift(counts).to(logits)
+
+        handle = module.register_forward_hook(shifted)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if not was_asked:
+            raise ConfigurationError(
+                f"FedLC shifts what forward returns, and {type(module).__name__}.training_step "
+                "does not ask for it: have it get its logits by self(inputs)"
+            )
 
     def shift(self, counts: Tensor) -> Tensor:
         """Shift of the logits, given the number of examples of each class, both of shape (C,)."""
         return -self.tau * counts.clamp(min=_NOTHING).pow(-0.25)
-
-
-class ShiftedLogits:
-    """Shifts a module's outputs until `close` is called.
-
-    Args:
-        fedlc: the correction with its options.
-        module: the client's model; its ``forward`` returns logits.
-        labels: labels of the client's training examples, integers ≥ 0, shape (n,).
-    """
-
-    def __init__(self, fedlc: FedLC, module: nn.Module, labels: Tensor) -> None:
-        self._fedlc, self._module, self._counts = fedlc, module, labels.bincount()
-        self._was_asked = False
-        self._handle = module.register_forward_hook(self._shifted)
-
-    def _shifted(self, module: nn.Module, inputs: Any, logits: Any) -> Any:
-        if not module.training:
-            return logits
-        known = len(self._counts)
-        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < known:
-            raise ConfigurationError(
-                f"FedLC shifts logits of shape (B, C) with at least {known} classes, and "
-                f"{type(module).__name__}.forward returns something else: have it return the logits"
-            )
-        self._was_asked = True
-        counts = torch.zeros(logits.shape[1])
-        counts[:known] = self._counts
-        return logits + self._fedlc.shift(counts).to(logits)
-
-    def close(self, *, has_trained: bool) -> None:
-        """Restore the module.
-
-        Raises:
-            ConfigurationError: if the client has trained and ``forward`` was never called.
-        """
-        self._handle.remove()
-        if has_trained and not self._was_asked:
-            raise ConfigurationError(
-                f"FedLC shifts what forward returns, and {type(self._module).__name__}.training_step "
-                "does not ask for it: have it get its logits by self(inputs)"
-            )

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +77,7 @@ class Ditto(_Beside):
 
     pull: float = 0.1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.pull < float("inf"):
-            raise ConfigurationError(f"Ditto: pull must be at least 0 and finite, got {self.pull}")
+    ranges: ClassVar = {"pull": "at least 0 and finite"}
 
 
 @final
@@ -104,13 +102,7 @@ class APFL(_Beside):
     mixture: float = 0.5
     mixture_rate: float = 0.1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.mixture <= 1:
-            raise ConfigurationError(f"APFL: mixture must be in [0, 1], got {self.mixture}")
-        if not 0 <= self.mixture_rate < float("inf"):
-            raise ConfigurationError(
-                f"APFL: mixture_rate must be at least 0 and finite, got {self.mixture_rate}"
-            )
+    ranges: ClassVar = {"mixture": "in [0, 1]", "mixture_rate": "at least 0 and finite"}
 
 
 class Mixing:
@@ -198,12 +190,9 @@ class FineTuned(Personalisation):
 
     local_steps: int = 10
 
-    def __post_init__(self) -> None:
-        if self.local_steps < 1:
-            raise ConfigurationError(
-                f"FineTuned: local_steps must be at least 1, got {self.local_steps}: leave "
-                "personal out to evaluate the global model"
-            )
+    ranges: ClassVar = {
+        "local_steps": "at least 1: leave personal out to evaluate the global model"
+    }
 
     @property
     def tuning_steps(self) -> int:

@@ -25,11 +25,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import final
+from typing import ClassVar, final
 
 from torch import nn
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.modules import head_names
 from fl_lightning.core.traits import Trait, Traits
 
@@ -42,33 +42,22 @@ _OF_OWN_STEPS = Traits(
 )
 
 
-class Personalisation(ABC):
-    """Base of personalisations: which parameters are personal, and how clients train them."""
+class Personalisation(Ranged, ABC):
+    """Base of personalisations: which parameters are personal, and how clients train them.
 
-    @property
-    def beside(self) -> bool:
-        """True if the personal parameters are a second model besides the shared one."""
-        return False
+    Attributes:
+        beside: whether the personal parameters are a second model besides the shared one.
+        pull: strength λ ≥ 0 of the pull of a second model towards the global model.
+        mixture: initial share α of the personal model in a mixture of both; None without mixing.
+        mixture_rate: learning rate η_α ≥ 0 of the share α, which takes one step after a round.
+        own_epochs: epochs of the personal part alone before the shared part trains; None for both together.
+    """
 
-    @property
-    def pull(self) -> float:
-        """Strength λ ≥ 0 of the pull of a second model towards the global model."""
-        return 0.0
-
-    @property
-    def mixture(self) -> float | None:
-        """Initial share α of the personal model in a mixture of both; None without mixing."""
-        return None
-
-    @property
-    def mixture_rate(self) -> float:
-        """Learning rate η_α ≥ 0 of the share α, which takes one step after a round."""
-        return 0.0
-
-    @property
-    def own_epochs(self) -> int | None:
-        """Epochs of the personal part alone before the shared part trains; None for both together."""
-        return None
+    beside: bool = False
+    pull: float = 0.0
+    mixture: float | None = None
+    mixture_rate: float = 0.0
+    own_epochs: int | None = None
 
     @property
     def tuning_steps(self) -> int:
@@ -129,7 +118,10 @@ class Personal(Personalisation):
     norms: bool = False
     own_epochs: int | None = None
 
+    ranges: ClassVar = {"own_epochs": "at least 0, or null to train everything together"}
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.parameters, str):
             raise ConfigurationError(
                 f"Personal: parameters is a list of patterns, got {self.parameters!r}: write "
@@ -139,11 +131,6 @@ class Personal(Personalisation):
             raise ConfigurationError(
                 f"Personal: parameters must name what stays with a client, got {list(self.parameters)}: "
                 "name some, or set head or norms to true"
-            )
-        if self.own_epochs is not None and self.own_epochs < 0:
-            raise ConfigurationError(
-                f"Personal: own_epochs must be at least 0, or null to train everything together, "
-                f"got {self.own_epochs}"
             )
 
     def names(self, module: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules at the start of every client of a round.
+"""Optimizers, learning-rate schedules and the fp16 scale at the start of every client of a round.
 
 Every client starts with empty optimizer state (momentum, second moments) and with the options that the
 schedule has set for the round, because some optimizers write to their options while they step. If
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -41,9 +42,11 @@ class RoundStart:
         optimizers: the clients' optimizers.
         schedules: learning-rate schedules, which a training step may step.
         by_step: schedules that count local steps, or None.
+        scaler: gradient scaler of fp16, or None.
 
     Attributes:
         counts_steps: whether options change from local step to local step.
+        scaler: as given.
 
     Example:
         >>> import torch
@@ -62,15 +65,16 @@ class RoundStart:
         optimizers: Sequence[Optimizer],
         schedules: Sequence[LRScheduler] = (),
         by_step: LocalSchedules | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
-        self._by_step, self._is_planned = by_step, True
+        self._by_step, self._is_planned, self.scaler = by_step, True, scaler
         self.counts_steps = by_step is not None
         self._optimizers = [each for optimizer in optimizers for each in and_inner(optimizer)]
         self._foreign = [each for each in self._optimizers if not is_torchs(each)]
         self._schedules = list(schedules)
 
     def note(self, number: int = 0) -> None:
-        """Record the optimizers and schedules at the start of a round."""
+        """Record the optimizers, schedules and scale at the start of a round."""
         self._number, self._is_planned = number, self._by_step is None
         self._options: Options = [
             [_copied(g) for g in each.param_groups] for each in self._optimizers
@@ -85,6 +89,7 @@ class RoundStart:
         # every step of a schedule changes it
         self._positions = [getattr(each, "last_epoch", None) for each in self._schedules]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedules]
+        self._scale = None if self.scaler is None else self.scaler.state_dict()
 
     @property
     def options(self) -> Options:
@@ -172,7 +177,7 @@ class RoundStart:
             self.put_back()
 
     def put_back(self) -> None:
-        """Reset optimizers and schedules to the start of the round.
+        """Reset optimizers, schedules and scale to the start of the round.
 
         Raises:
             ConfigurationError: if an optimizer has changed a tensor that is not in ``optimizer.state``.
@@ -195,6 +200,22 @@ class RoundStart:
                 schedule.load_state_dict(copy.deepcopy(state))
         if self._by_step is not None:
             self._tell_rates()
+        self.set_scale(self._scale)
+
+    def scale(self) -> dict[str, Any] | None:
+        """Return the scaler's state; None without a scaler."""
+        return None if self.scaler is None else self.scaler.state_dict()
+
+    def set_scale(self, state: dict[str, Any] | None) -> None:
+        """Set the scaler's state, between clients or rounds."""
+        if self.scaler is None or state is None:
+            return
+        self.scaler.load_state_dict(state)
+        # A step that raised left gradients marked as unscaled; before the first step there
+        # is nothing to forget, which `update` takes for misuse
+        with suppress(AssertionError):
+            self.scaler.update(state["scale"])
+            self.scaler.load_state_dict(state)
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ system, as on most clusters, moving means copying: a process killed meanwhile le
 
 Large client states are files in a folder beside their checkpoint, ``last.ckpt.client_memory``. They are
 hard links to the run's working files, so that nothing is copied and unchanged states are not written
-again. Every process of a run has all client states (`RunMemory`).
+again. Every process of a run has all client states, because a client may train in another process the
+next time; the first one saves them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from typing_extensions import override
 
 from fl_lightning.client.memory import ClientMemory, VectorFile
 from fl_lightning.core.errors import CheckpointFailure, ConfigurationError
-from fl_lightning.federation.processes.ranks import Ranks
 
 LAST = "last.ckpt"
 
@@ -191,71 +191,11 @@ def _is_running(process: int) -> bool:
         return True
 
 
-# New client states, which take effect when the server has stepped: by name of the state, such as
-# "correction", and id of the client, the number of entries and their type
-Waiting = Mapping[tuple[str, int], tuple[int, torch.dtype]]
-
-
-class RunMemory:
-    """Client states of one fit.
-
-    Every process has all of them, because a client may train in another process the next time.
-
-    Attributes:
-        clients: the client states.
-    """
-
-    def __init__(self, trainer: Trainer, ranks: Ranks, ram_bytes: float) -> None:
-        self._trainer, self._ranks = trainer, ranks
-        root = str(trainer.default_root_dir)
-        parent = Path(tempfile.gettempdir() if "://" in root else root)
-        self.clients = ClientMemory(ram_bytes, WorkingFolder(parent))
-
-    def waiting(self) -> Waiting:
-        """Return the sizes and types of this process's new client states."""
-        vectors = self.clients.waiting().items()
-        return {key: (vector.numel(), vector.dtype) for key, vector in vectors}
-
-    def share(self, waiting: Sequence[Waiting], device: torch.device) -> None:
-        """Share the new client states of this round among all processes.
-
-        To be called by all of them. The vectors are sent one after the other, so that no process holds all
-        of them in RAM.
-
-        Args:
-            waiting: the new states of every process, in order of rank.
-            device: device of the vectors that are sent.
-        """
-        own = self.clients.waiting()
-        for rank, states in enumerate(waiting):
-            for key, (size, dtype) in states.items():
-                if rank == self._ranks.rank:
-                    self._ranks.broadcast(own[key].to(device), source=rank)
-                    continue
-                vector = torch.empty(size, dtype=dtype, device=device)
-                self._ranks.broadcast(vector, source=rank)
-                self.clients.put(*key, vector)
-
-    def files_of_checkpoint(self) -> Sequence[VectorFile]:
-        """Return the files to which the last `state_dict` refers."""
-        return self.clients.files_of_checkpoint
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the client states or references to their files; empty in all processes but the first."""
-        if self._ranks.rank > 0:
-            return {}
-        beside = isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO)
-        return self.clients.state_dict(inside=not beside)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the client states of a checkpoint.
-
-        Raises:
-            ConfigurationError: if their files are missing beside the checkpoint.
-        """
-        if state:
-            folder = _folder(self._trainer.ckpt_path)
-            self.clients.load_state_dict(state, folder, adopt=True)
+def run_memory(trainer: Trainer, ram_bytes: float) -> ClientMemory:
+    """Return memory for the client states of a fit; its files are below the Trainer's root folder."""
+    root = str(trainer.default_root_dir)
+    parent = Path(tempfile.gettempdir() if "://" in root else root)
+    return ClientMemory(ram_bytes, WorkingFolder(parent))
 
 
 def in_files(state: Mapping[str, Any]) -> bool:
@@ -263,17 +203,20 @@ def in_files(state: Mapping[str, Any]) -> bool:
     return any(len(entry) > 3 for entry in state.get("present", ()))
 
 
-def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMemory:
-    """Return the client states of a checkpoint, for reading.
+def load_memory(
+    memory: ClientMemory, state: Mapping[str, Any], path: str | Path | None, *, adopt: bool = False
+) -> None:
+    """Load the client states of a checkpoint; an empty state changes nothing.
+
+    Args:
+        memory: gets the client states.
+        state: the client states, or references to their files.
+        path: path of the checkpoint; None if it came from no file.
+        adopt: keep the files, so that they outlive the checkpoint.
 
     Raises:
-        ConfigurationError: if their files are missing beside the checkpoint.
+        ConfigurationError: if files are missing beside the checkpoint.
     """
-    memory = ClientMemory()
     if state:
-        memory.load_state_dict(state, _folder(path))
-    return memory
-
-
-def _folder(path: str | Path | None) -> Path | None:
-    return None if path is None else memory_folder(Path(path).resolve())  # it may be a link
+        folder = None if path is None else memory_folder(Path(path).resolve())  # it may be a link
+        memory.load_state_dict(state, folder, adopt=adopt)

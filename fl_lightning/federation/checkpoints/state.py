@@ -6,6 +6,7 @@ from typing import Any
 
 from fl_lightning.core.metrics import metrics_of
 from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO, load_memory
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import check_same, kind_of
@@ -27,6 +28,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
     if stages.is_private:
         begun = RoundRecord(began_at=record.began_at)
         record = begun if server.is_open else record.without_clients()
+    beside = isinstance(run.trainer.strategy.checkpoint_io, AtomicCheckpointIO)
     state = {
         "space": run.local.space.fingerprint(),
         "mask": run.local.space.mask_fingerprint(),
@@ -38,7 +40,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
         "inside": server.is_open,
         "engine": rounds.clients.engine.state_dict(),
         "client_state": run.local.state_names,
-        "memory": run.memory.state_dict(),
+        "memory": {} if run.ranks.rank else run.memory.state_dict(inside=not beside),
         "population": run.cohorts.population.state_dict(),
         "stages": {stage.key: stage.state_dict() for stage in stages if stage.key is not None},
     }
@@ -71,7 +73,7 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
         for metric in metrics_of(run.module.get_submodule(place)):
             metric.reset()  # saved states hold clients that will train again
     rounds.clients.engine.load_state_dict(state["engine"])
-    run.memory.load_state_dict(state.get("memory", {}))
+    load_memory(run.memory, state.get("memory", {}), run.trainer.ckpt_path, adopt=True)
     run.cohorts.population.load_state_dict(state["population"])
 
 

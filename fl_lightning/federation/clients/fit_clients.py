@@ -58,16 +58,14 @@ class FitClients:
     def __init__(self, run: Run, options: Options, stages: Stages) -> None:
         self._run, self._options, self._stages = run, options, stages
         self.stages_ahead = stages
-        self._module, self.plan, self._scale = run.module, run.plan, run.scale
+        self._module, self.plan = run.module, run.plan
         self.local, self.collector, self.step = run.local, run.collector, run.step
         shared = metrics_of(run.module) if run.ranks.size > 1 else []
         self.metrics_kept_apart = partial(kept_apart, shared) if shared else nullcontext
         self.rehearsal = StateRehearsal(run, options.client_state)
         self.engine = EngineChooser(run, options, stages)
-        self._one_by_one = OneByOne(
-            run.module, run.local, run.plan, run.collector, stages, run.step.counts
-        )
-        spot_check = SpotCheck(
+        self._one_by_one = OneByOne(run, stages, run.step.counts)
+        self._spot_check = SpotCheck(
             options.spot_check,
             run.module,
             run.collector,
@@ -75,7 +73,6 @@ class FitClients:
             self.restore,
             run.trainer.precision,
         )
-        self._in_slots = InSlots(stages, spot_check)
 
     def renew_space(self) -> None:
         """Rebuild the layout of the exchanged vectors, and the engine, for the current masks."""
@@ -123,8 +120,6 @@ class FitClients:
         """Restore the global model, a fresh optimizer and the round's fp16 scale."""
         self.local.restore(model)
         self.local.show_lists()
-        if self._scale.is_active:
-            self._scale.reset()
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
         """Train clients with the same start, and yield their updates.
@@ -141,31 +136,13 @@ class FitClients:
     def _train_as_of(
         self, start: Start, work: GroupWork
     ) -> Generator[Upload | Missing, None, None]:
-        """Train with the optimizer options of the start, as many clients as possible in slots."""
+        """Train with the optimizer options of the start, in slots those clients that slots can train."""
         with self.local.round_start.as_of(start.options):
             if self.engine.slots is not None:
-                work = yield from self._in_slots.train(self.engine.slots, start, work)
+                work = yield from self._train_stacked(self.engine.slots, start, work)
             yield from self._one_by_one.train(start, work)
 
-    def _train_alone(
-        self, work: ClientWork, model: GlobalModel, *, is_corrected: bool = True
-    ) -> TrainedClient:
-        """Train a client sequentially, without a trace but in the module and its metrics."""
-        personal = self._stages.first(Personaliser)
-        own = None if personal is None else personal.tensors_of(work.client_id)
-        own_start = self.local.personal_start if own is None else own
-        training = LocalTraining(work, Start(model, model), counts=False, is_corrected=is_corrected)
-        update = self._one_by_one.train_alone(training)
-        return TrainedClient(update, self.local.personal_end, own_start)
-
-
-class InSlots:
-    """Trains those clients in slots that slots can train."""
-
-    def __init__(self, stages: Stages, spot_check: SpotCheck) -> None:
-        self._stages, self._spot_check = stages, spot_check
-
-    def train(
+    def _train_stacked(
         self, slots: SlotEngine, start: Start, work: GroupWork
     ) -> Generator[Upload | Missing, None, GroupWork]:
         """Train clients with the same start, yield their updates, and return the work left to do.
@@ -217,3 +194,14 @@ class InSlots:
                 learnt()
                 rows.append(row)
         return updates.rows(rows) if failures else updates, failures
+
+    def _train_alone(
+        self, work: ClientWork, model: GlobalModel, *, is_corrected: bool = True
+    ) -> TrainedClient:
+        """Train a client sequentially, without a trace but in the module and its metrics."""
+        personal = self._stages.first(Personaliser)
+        own = None if personal is None else personal.tensors_of(work.client_id)
+        own_start = self.local.personal_start if own is None else own
+        training = LocalTraining(work, Start(model, model), counts=False, is_corrected=is_corrected)
+        update = self._one_by_one.train_alone(training)
+        return TrainedClient(update, self.local.personal_end, own_start)

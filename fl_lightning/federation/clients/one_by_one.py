@@ -11,10 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
 
-from fl_lightning.client.local_training import LocalTrainer
-from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure
@@ -22,7 +19,7 @@ from fl_lightning.core.metrics import MetricStates, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.hooks import NOT_THE_USERS
-from fl_lightning.federation.plan import WorkPlan
+from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import LocalTraining, Missing, Stages, Start, Upload
 from fl_lightning.federation.visits.local_counts import LocalCounts
 from fl_lightning.updates.message import bytes_up
@@ -32,27 +29,16 @@ class OneByOne:
     """Trains clients one after the other.
 
     Args:
-        module: the module that trains.
-        local: takes a client's local steps in the module.
-        plan: builds clients' batches.
-        collector: collects the values that clients log.
+        run: the run.
         stages: the stages of the round.
         counts: counters of the client that trains, which the Trainer shows; None without a Trainer.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        local: LocalTrainer,
-        plan: WorkPlan,
-        collector: LogCollector,
-        stages: Stages,
-        counts: LocalCounts | None = None,
-    ) -> None:
-        self._module, self._local, self._plan = module, local, plan
-        self._collector, self._stages = collector, stages
+    def __init__(self, run: Run, stages: Stages, counts: LocalCounts | None = None) -> None:
+        self._module, self._local, self._plan = run.module, run.local, run.plan
+        self._collector, self._stages = run.collector, stages
         self._counts = counts or LocalCounts()
-        self._metrics = metrics_of(module)
+        self._metrics = metrics_of(run.module)
         self._watches = True
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:

@@ -48,7 +48,7 @@ class StateRehearsal:
         self.failures: dict[int, Exception] = {}
         self._trainer, self._module = run.trainer, run.module
         self._local, self._step = run.local, run.step
-        self._plan, self._scale = run.plan, run.scale
+        self._plan = run.plan
         told = getattr(run.module, "changes_at_clients", ())  # names, by the module itself
         self._patterns = [*matching(run.module, patterns), *told, *known_state(run.module)]
 
@@ -121,12 +121,11 @@ class StateRehearsal:
         """Restore everything after the block, the optimizers and the fp16 scale as well."""
         local = self._local
         local.start_round()
-        model, scale = local.read(), self._scale.state()
+        model = local.read()
         with visiting(self._trainer, logs=local.collector) as visit:
             try:
                 yield visit
             finally:
-                self._scale.restore(scale)
                 local.restore(model)
 
 

@@ -7,10 +7,11 @@ processes hold the same results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 from torchmetrics import Metric
@@ -18,7 +19,6 @@ from torchmetrics import Metric
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import pool
-from fl_lightning.federation.checkpoints.files import Waiting
 from fl_lightning.federation.processes.fork import ProcessTraceback, traceback_behind
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.round_record import RoundRecord
@@ -26,6 +26,9 @@ from fl_lightning.federation.run import Run
 from fl_lightning.server.server import Server
 
 Failure = ClientFailure | ConfigurationError
+# Of new client states, which take effect when the server has stepped: by name of the state, such as
+# "correction", and id of the client, the number of entries and their type
+Waiting = Mapping[tuple[str, int], tuple[int, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Report:
     logged: list[tuple[str, str, str]]
     metric_states: dict[str, Any]  # the states of those objects by path
     prog_bar: set[str]  # names of values that are shown in the progress bar
-    memories: Waiting  # new client states of this round
+    memories: Waiting  # sizes and types of its clients' new states
     stops: bool  # whether it was asked to stop after this round
 
 
@@ -56,7 +59,7 @@ def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | N
         ClientFailure: in all processes, if a client failed in one.
         ConfigurationError: in all processes, if a client changed a tensor taken for a constant.
     """
-    collector, module, memory, ranks = run.collector, run.module, run.memory, run.ranks
+    collector, module, ranks = run.collector, run.module, run.ranks
     interruption = interruption_of(run.trainer)
     report = Report(
         failure=failure,
@@ -65,7 +68,7 @@ def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | N
         logged=logged_metrics(collector, module),
         metric_states=move_data_to_device(collector.metric_states(module), "cpu"),
         prog_bar=collector.prog_bar,
-        memories=memory.waiting(),
+        memories={k: (v.numel(), v.dtype) for k, v in run.memory.waiting().items()},
         stops=interruption is not None and interruption.is_asked,
     )
     reports = ranks.gather(report)
@@ -75,7 +78,7 @@ def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | N
         interruption.agree()
     pool_metrics(reports, collector, module)
     server.reduce(ranks.all_reduce, ranks.gather)
-    memory.share([report.memories for report in reports], run.local.space.device)
+    share_memories(run, [report.memories for report in reports])
     merged, *others = (RoundRecord.from_state_dict(report.record) for report in reports)
     for other in others:
         merged.merge(other)
@@ -89,6 +92,26 @@ def first_failure(reports: Sequence[Report]) -> Failure | None:
     if first is not None and (behind := failures[first]) is not None:
         first.__cause__ = ProcessTraceback(behind, behind)
     return first
+
+
+def share_memories(run: Run, waiting: Sequence[Waiting]) -> None:
+    """Share the new client states of a round among all processes; called by all of them.
+
+    The vectors are sent one after the other, so that no process holds all of them in RAM.
+
+    Args:
+        run: the run in this process.
+        waiting: the new states of every process, in order of rank.
+    """
+    own, device = run.memory.waiting(), run.local.space.device
+    for rank, states in enumerate(waiting):
+        for key, (size, dtype) in states.items():
+            if rank == run.ranks.rank:
+                run.ranks.broadcast(own[key].to(device), source=rank)
+                continue
+            vector = torch.empty(size, dtype=dtype, device=device)
+            run.ranks.broadcast(vector, source=rank)
+            run.memory.put(*key, vector)
 
 
 def logged_metrics(collector: LogCollector, module: nn.Module) -> list[tuple[str, str, str]]:

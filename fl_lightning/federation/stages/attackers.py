@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.client_examples import Poison
@@ -29,7 +29,7 @@ _OF_FORGERY = Traits(
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Attackers:
+class Attackers(Ranged):
     """Which clients attack, and how: on their examples, on their updates or on both.
 
     Args:
@@ -53,13 +53,10 @@ class Attackers:
     spared: list[int] = field(default_factory=list)
     seed: int | None = None
 
+    ranges: ClassVar = {"fraction": "in [0, 1]: it is the part of the clients that attack"}
+
     def __post_init__(self) -> None:
-        check_range(
-            "attackers: fraction",
-            self.fraction,
-            "in [0, 1]",
-            ": it is the part of the clients that attack",
-        )
+        super().__post_init__()
         check_seed("attackers", self.seed)
 
     @property

@@ -8,7 +8,7 @@ A client's new memory counts from the round's end on, as its update does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ class Corrector(Learning, SpansNetwork):
             self.correction.check(run.module, optimizer)
         if any_maximises(run.optimizers):
             raise ConfigurationError(f"federation.correction {ADDED_TO_LOSS}")
-        self._memory, self._num_clients = run.memory.clients, len(run.data.clients)
+        self._memory, self._num_clients = run.memory, len(run.data.clients)
         self._step, self._local, self._plan = run.step, run.local, run.plan
         self._ranks = run.ranks
         self._run, self._collector, self._module = run, run.collector, run.module
@@ -89,29 +89,13 @@ class Corrector(Learning, SpansNetwork):
 
     def term(self, client: int) -> GradientTerm:
         """Return the term that a client adds to its gradients in this round."""
-        term = self.correction.term(self._recalled(client), self._mean)
-        if term.pull != self.correction.pull:
-            name = type(self.correction).__name__
-            raise ConfigurationError(
-                f"federation.correction {name}: its term for client {client} has the pull {term.pull}, "
-                f"and its pull is {self.correction.pull}: let both be the same number"
-            )
-        return term
+        shift = self.correction.shift(self._recalled(client), self._mean)
+        return GradientTerm(self.correction.pull, shift)
 
-    @contextmanager
-    def around(self, training: LocalTraining) -> Iterator[None]:
-        """Calibrates the module's logits for the client inside the block, for FedLC."""
+    def around(self, training: LocalTraining) -> AbstractContextManager[None]:
+        """Return a context in which the client trains with the correction's outputs, for FedLC."""
         labels = partial(self._plan.labels, training.work)
-        logits = self.correction.calibrated(self._module, labels)
-        if logits is None:
-            yield
-            return
-        has_trained = False
-        try:
-            yield
-            has_trained = bool(training.work.sizes)
-        finally:
-            logits.close(has_trained=has_trained)
+        return self.correction.calibrated(self._module, labels)
 
     @contextmanager
     def steps(self, training: LocalTraining) -> Iterator[None]:

@@ -77,8 +77,8 @@ def stages_of(
 
 def _parts_of_models(run: Run, options: Options) -> Iterator[Stage]:
     """Yield the stages by which clients train a part of the model, or in fp16."""
-    if run.scale.is_active:
-        yield ClientScale(run.scale, run.ranks)
+    if run.local.round_start.scaler is not None:
+        yield ClientScale(run.local.round_start, run.ranks)
     if (masks := client_masks(run.trainer)) is not None:
         yield MaskedClients(masks)
     if isinstance(options.aggregator, AdapterAggregator):

@@ -49,8 +49,8 @@ class Personaliser(Stage):
     def enter(self, run: Run) -> None:
         """Receive the run, and tell its sequential engine which tensors are personal."""
         self._check(run.optimizers)
-        self._memory, self._local = run.memory.clients, run.local
-        self._step, self._plan, self._scale = run.step, run.plan, run.scale
+        self._memory, self._local = run.memory, run.local
+        self._step, self._plan = run.step, run.plan
         self._module = run.module
         self._metrics = metrics_of(run.module)
         self.names = self._rule.names(run.module)
@@ -145,10 +145,9 @@ class Personaliser(Stage):
     ) -> Tensor:
         """Return the personal tensors after local steps that leave nothing else behind."""
         steps = self._plan.steps(work)
-        metrics, scale = MetricStates(self._metrics), self._scale.state()
+        metrics, scale = MetricStates(self._metrics), self._local.round_start.scale()
         seed_global_generators(seed)
         try:
-            self._scale.reset()
             with self._step.counts.of(work):
                 self._local.train(
                     model,
@@ -162,7 +161,7 @@ class Personaliser(Stage):
             raise ClientFailure(failure.client_id, located) from failure.__cause__
         finally:
             metrics.put_back()
-            self._scale.restore(scale)
+            self._local.round_start.set_scale(scale)
         return self._local.personal_end
 
     def store(self, client: int, tensors: Tensor) -> None:

@@ -59,7 +59,7 @@ class Transport(Stage):
 
     def enter(self, run: Run) -> None:
         """Receive the client states, for error feedback."""
-        self._run, self._memory = run, run.memory.clients
+        self._run, self._memory = run, run.memory
 
     @property
     def is_lossy(self) -> bool:

@@ -27,7 +27,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_g
 from fl_lightning.core.space import Space
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.checkpoints.files import in_files, saved_memory
+from fl_lightning.federation.checkpoints.files import in_files, load_memory
 from fl_lightning.federation.visits.local_counts import counted
 from fl_lightning.federation.visits.visiting import visiting
 
@@ -117,7 +117,8 @@ def recalled_models(
         return None
     if saved:
         names = (saved["stages"].get("personal") or {"names": []})["names"]
-        memory = saved_memory(saved["memory"], trainer.ckpt_path)
+        memory = ClientMemory()
+        load_memory(memory, saved["memory"], trainer.ckpt_path)
     else:
         names, memory = fitted or ([], ClientMemory())
     return PersonalModels(trainer.lightning_module, names, memory, tune) if names or tune else None

@@ -107,7 +107,7 @@ class AtSite(Callback):
         )
         self._rounds = SiteRounds(run, options, stages, self._allows, sums, privacy)
         self._memory.serve(run.memory)
-        take_over(trainer, self._rounds, run, self._cleanup)
+        take_over(trainer, self._rounds.train, run, self._cleanup)
         if greeting is not None:
             self._follow_mask(trainer, greeting)
 
@@ -183,7 +183,7 @@ class AtSite(Callback):
         """Answer an order to evaluate clients."""
         self._memory.begin(order)
         self._rounds.load_model(order)
-        own = self._rounds.run.local.personal.names, self._rounds.run.memory.clients
+        own = self._rounds.run.local.personal.names, self._rounds.run.memory
         models = recalled_models(trainer, self._options.personal, self._options.seed, own, {})
         self._queue.answer(evaluated(trainer, order, models, self._allows))
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import RunMemory
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask
 from fl_lightning.flower.site.ledger import whole_file
@@ -46,9 +46,9 @@ class SiteMemory:
                 mask = Mask.from_state_dict(self._on_disk["mask"])
                 self.mask = RunMask(mask, self._on_disk["mask_number"])
 
-    def serve(self, memory: RunMemory) -> None:
+    def serve(self, memory: ClientMemory) -> None:
         """Load the stored state into the memory of a fit that starts."""
-        self._memory = memory.clients
+        self._memory = memory
         if self._on_disk:
             self._memory.load_state_dict(self._on_disk.pop("memory"))
 

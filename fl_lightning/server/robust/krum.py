@@ -24,12 +24,11 @@ Clients have equal weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from typing_extensions import override
 
-from fl_lightning.core.errors import check_range
 from fl_lightning.server.robust.matrix import Floats, Rows, chosen_rows
 from fl_lightning.server.robust.passes import (
     combined,
@@ -77,9 +76,7 @@ class MultiKrum(AgainstAttackers):
 
     num_kept: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("MultiKrum: num_kept", self.num_kept, "at least 1 update")
+    ranges: ClassVar = {"num_kept": "at least 1 update"}
 
     @property
     @override

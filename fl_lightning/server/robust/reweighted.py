@@ -36,12 +36,12 @@ update is compared with the others but not averaged. If no update is trusted, th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_range
+from fl_lightning.core.errors import RoundFailure
 from fl_lightning.server.robust.matrix import Floats, Rows, rows_and_one
 from fl_lightning.server.robust.passes import combined, row_norms, squared_distances
 from fl_lightning.server.robust.rule import RobustRule, RuleContext
@@ -66,10 +66,7 @@ class CentredClipping(RobustRule):
     radius: float = 1.0
     num_iterations: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("CentredClipping: radius", self.radius, "greater than 0 or inf")
-        check_range("CentredClipping: num_iterations", self.num_iterations, "at least 1")
+    ranges: ClassVar = {"radius": "greater than 0 or inf", "num_iterations": "at least 1"}
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the new centre, which is remembered for the next round."""
@@ -125,9 +122,7 @@ class NormBounding(RobustRule):
     bound: float | None = None
     weight_by_examples: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("NormBounding: bound", self.bound, "greater than 0 or inf")
+    ranges: ClassVar = {"bound": "greater than 0 or inf"}
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -162,9 +157,7 @@ class GeometricMedian(RobustRule):
     smoothing: float = 1e-6
     weight_by_examples: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("GeometricMedian: smoothing", self.smoothing, "greater than 0 and finite")
+    ranges: ClassVar = {"smoothing": "greater than 0 and finite"}
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -217,12 +210,7 @@ class FLTrust(RobustRule):
 
     trusted_client: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.trusted_client < 0:
-            raise ConfigurationError(
-                f"FLTrust: trusted_client must be a client's number, got {self.trusted_client}"
-            )
+    ranges: ClassVar = {"trusted_client": "at least 0: it is a client's number"}
 
     @property
     @override

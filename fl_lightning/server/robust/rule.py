@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged, RoundFailure
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.server.aggregator import KeptUpdates
@@ -59,7 +59,7 @@ class RuleContext:
 
 
 @dataclass(kw_only=True)
-class RobustRule(KeptUpdates):
+class RobustRule(Ranged, KeptUpdates):
     """Base of robust rules, which are dataclasses and define `combine`.
 
     Args:
@@ -87,11 +87,9 @@ class RobustRule(KeptUpdates):
     memory_gb: float = field(default=1.0, repr=False)
     folder: str | None = field(default=None, repr=False)
 
+    ranges: ClassVar = {"memory_gb": "at least 0 and finite"}
     by_coordinate: ClassVar[bool] = False
     _round_index = 0
-
-    def __post_init__(self) -> None:
-        check_range(f"{type(self).__name__}: memory_gb", self.memory_gb, "at least 0 and finite")
 
     @property
     def trusted_client(self) -> int | None:
@@ -114,11 +112,6 @@ class RobustRule(KeptUpdates):
         ways = {Trait.ONE_MASK: "share one mask, or set aggregator to OverlapMean"}
         return super().traits | Traits(needs=whole, instead=ways)
 
-    @property
-    @override
-    def buffers(self) -> Tensor | None:
-        return self._combined
-
     @override
     def start_round(self, round_index: int) -> None:
         self._round_index = round_index
@@ -131,7 +124,7 @@ class RobustRule(KeptUpdates):
     @override
     def open(self, like: Tensor) -> None:
         self._like, self._rows = like, self.new_rows(like)
-        self._combined: Tensor | None = None
+        self.buffers = None
 
     def close(self) -> Tensor:
         """Apply the rule to the updates and return the aggregate, shape (k,).
@@ -144,7 +137,7 @@ class RobustRule(KeptUpdates):
                 f"{self} needs at least {self.min_updates} updates, this round has {count}: use a "
                 "larger cohort, or set num_attackers lower"
             )
-        self._combined = self._combined_buffers(self._rows.buffer_rows())
+        self.buffers = self._combined_buffers(self._rows.buffer_rows())
         memory = {name: value.cpu().numpy() for name, value in self.memory.items()}
         vector = self.combine(self._rows, RuleContext(self._round_index, memory))
         self.memory = {name: torch.from_numpy(value) for name, value in memory.items()}
@@ -161,11 +154,6 @@ class RobustRule(KeptUpdates):
         return torch.from_numpy(vector).to(self._like.device)
 
 
-def check_num_attackers(rule: object, num_attackers: int) -> None:
-    """Raise ConfigurationError, naming the rule, if the number of attackers is negative."""
-    check_range(f"{type(rule).__name__}: num_attackers", num_attackers, "at least 0 clients")
-
-
 @dataclass
 class AgainstAttackers(RobustRule):
     """Base of rules that tolerate f attackers.
@@ -176,11 +164,8 @@ class AgainstAttackers(RobustRule):
 
     num_attackers: int
 
+    ranges: ClassVar = {"num_attackers": "at least 0 clients"}
     needed: ClassVar[tuple[int, int]]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_num_attackers(self, self.num_attackers)
 
     @property
     @override
@@ -236,9 +221,10 @@ class NearestNeighbourMixing(RobustRule):
     rule: RobustRule
     num_attackers: int
 
+    ranges: ClassVar = {"num_attackers": "at least 0 clients"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_num_attackers(self, self.num_attackers)
         check_mixable(self.rule)
         self.weight_by_examples = self.rule.weight_by_examples
 
@@ -276,9 +262,10 @@ class Bucketing(RobustRule):
     bucket_size: int = 2
     seed: int | None = None
 
+    ranges: ClassVar = {"bucket_size": "at least 1 update"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("Bucketing: bucket_size", self.bucket_size, "at least 1 update")
         check_seed("Bucketing", self.seed)
         check_mixable(self.rule)
         self.weight_by_examples = self.rule.weight_by_examples
