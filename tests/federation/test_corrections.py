@@ -676,7 +676,7 @@ class TestFedLC:
         fedlc, module = FedLC(tau=2.0), Forward()
         inputs, labels = torch.randn(2, 4), torch.tensor([0, 0, 2])
         plain = module(inputs)
-        shift = fedlc.shift(torch.tensor([2.0, 0.0, 1.0]))
+        shift = fedlc.logit_shift(torch.tensor([2.0, 0.0, 1.0]))
         with fedlc.calibrated(module, lambda: labels):
             torch.testing.assert_close(module(inputs), plain + shift)
             assert torch.equal(module.eval()(inputs), plain)

@@ -167,7 +167,7 @@ class FedLC(Correction):
             ``training_step`` does not compute its logits by ``self(inputs)``.
 
     Example:
-        >>> FedLC(tau=1.0).shift(torch.tensor([16, 1, 0]))
+        >>> FedLC(tau=1.0).logit_shift(torch.tensor([16, 1, 0]))
         tensor([  -0.5000,   -1.0000, -100.0000])
     """
 
@@ -196,7 +196,7 @@ class FedLC(Correction):
             was_asked = True
             counts = torch.zeros(logits.shape[1])
             counts[: len(known)] = known
-            return logits + self.shift(counts).to(logits)
+            return logits + self.logit_shift(counts).to(logits)
 
         handle = module.register_forward_hook(shifted)
         try:
@@ -209,6 +209,6 @@ class FedLC(Correction):
                 "does not ask for it: have it get its logits by self(inputs)"
             )
 
-    def shift(self, counts: Tensor) -> Tensor:
+    def logit_shift(self, counts: Tensor) -> Tensor:
         """Shift of the logits, given the number of examples of each class, both of shape (C,)."""
         return -self.tau * counts.clamp(min=_NOTHING).pow(-0.25)
