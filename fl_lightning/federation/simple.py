@@ -124,7 +124,7 @@ class SimpleFederation:
         try:
             stage.enter(cast(Run, self))  # as far as stages ask for one
         except AttributeError as error:
-            if error.obj is not self:
+            if error.obj is not self and error.obj is not self.step:
                 raise
             raise ConfigurationError(
                 f"{type(stage).__name__} asks for the run's {error.name}, which needs a Trainer: use Federation"

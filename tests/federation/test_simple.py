@@ -137,7 +137,7 @@ def test_a_stage_that_needs_a_trainer_says_so():
     stage = Personaliser(Personal(["net.4.*"]), is_corrected=False)
     clients, module = data(), toy()
     clients.setup("fit")
-    with pytest.raises(ConfigurationError, match="Personaliser asks for the run's scale, "):
+    with pytest.raises(ConfigurationError, match="Personaliser asks for the run's counts, "):
         SimpleFederation(module, module.configure_optimizers(), clients, [stage])
 
 

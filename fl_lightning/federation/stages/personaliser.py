@@ -50,7 +50,7 @@ class Personaliser(Stage):
         """Receive the run, and tell its sequential engine which tensors are personal."""
         self._check(run.optimizers)
         self._memory, self._local = run.memory, run.local
-        self._step, self._plan = run.step, run.plan
+        self._step, self._counts, self._plan = run.step, run.step.counts, run.plan
         self._module = run.module
         self._metrics = metrics_of(run.module)
         self.names = self._rule.names(run.module)
@@ -148,7 +148,7 @@ class Personaliser(Stage):
         metrics, scale = MetricStates(self._metrics), self._local.round_start.scale()
         seed_global_generators(seed)
         try:
-            with self._step.counts.of(work):
+            with self._counts.of(work):
                 self._local.train(
                     model,
                     client_id=work.client_id,
