@@ -32,8 +32,8 @@ import torch
 # it depends on pytest's version whether it has.
 logging.getLogger("lightning.pytorch").propagate = True
 
-# How long an example takes says more about the machine than about the code.
-hypothesis.settings.register_profile("any machine", deadline=None)
+# How long an example takes says more about the machine than about the code; every run draws new ones.
+hypothesis.settings.register_profile("any machine", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("any machine")
 
 # On a busy machine two threads wait for each other: some tests took twenty times as long.

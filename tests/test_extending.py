@@ -94,9 +94,7 @@ def run(*callbacks, engine="sequential", devices=1, rounds=2, data=None, module=
     trainer = toy_trainer(
         *(*callbacks, federation),
         max_epochs=rounds,
-        limit_val_batches=0,
         devices=devices,
-        strategy="federated" if devices > 1 else "auto",
     )
     trainer.fit(module, datamodule=data or toy_data(batch_size=4), ckpt_path=ckpt_path)
     if engine == "slots":

@@ -209,13 +209,14 @@ RUNS = [
     (fl.FedLC(tau=0.0), {}),
     (fl.FedProx(mu=0.0), {}),
     (fl.Moon(mu=0.0), {}),
-    (fl.Scaffold(), {"rounds": 1}),  # nobody remembers anything
+    *((fl.Scaffold(option), {"rounds": 1}) for option in ("I", "II")),  # nobody remembers anything
     (fl.APFL(), {}),
     (fl.Ditto(pull=0.5), {}),
     (fl.FineTuned(local_steps=1), {}),
     *((step, {}) for step in IDENTITIES),
     (fl.BandedMatrixDP(**NOTHING), {"aggregator": ALIKE, "cohort": data.RoundRobinCohort(size=3)}),
     (fl.CentralDP(**NOTHING), {"aggregator": ALIKE}),
+    (fl.CentralDP(**NOTHING), {"aggregator": fl.Mean(weight_by_examples=False, exact=True)}),
     (fl.DistributedDP(**NOTHING), {"aggregator": ALIKE}),
     (fl.LocalDP(**NOTHING), {"aggregator": ALIKE}),
     (fl.ExampleDP(**NOTHING), {"batch_size": 64}),  # of whole shards: coins draw all of them
@@ -234,7 +235,7 @@ def run(*, rounds=2, batch_size=4, **block):
     module, source = Seeing(), toy_data(batch_size=batch_size)
     defaults = {"cohort": fl.UniformCohort(size=3), "local_steps": 2, "seed": 4}
     federation = fl.Federation(**defaults | block)
-    toy_trainer(federation, max_epochs=rounds, limit_val_batches=0).fit(module, datamodule=source)
+    toy_trainer(federation, max_epochs=rounds).fit(module, datamodule=source)
     return weights(module)
 
 

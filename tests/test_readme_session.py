@@ -43,6 +43,8 @@ REMEMBERED = first_with("benchmarks.memory --parameters")
 CODEC = first_with("benchmarks.codec")
 SECURE = first_with("benchmarks.secure")
 SPARSE_STEP = first_with("benchmarks.sparse_step")
+TURNS = first_with("benchmarks.turns W3")
+TURNS_OF_TWO = first_with("benchmarks.turns W1 --devices 2")
 
 A_SMALL_VIT = (
     "--trainer.max_epochs 1 --model.init_args.pretrained false"
@@ -126,6 +128,7 @@ SHORTER = {
     CODEC: "--size 100000 --repetitions 2",
     SPARSE_STEP: "--network vit_tiny_patch16_224 --turns 1",
     REMEMBERED: "--parameters 100000",
+    TURNS: "--scale 0.01 --rounds 1 --lengths 10",
     SECURE: "--size 1000 --clients 5 --paillier 100 --rivals ''",
 }
 # Python runs this file when it starts: small files cannot have the checksums of the real ones
@@ -219,8 +222,9 @@ def type_in(folder):
     return type_in
 
 
-# test_compare compares toys, and test_masks counts the bytes of what a mask lets move
-SLOW = (SPARSE,)
+# test_compare compares toys, test_masks counts the bytes of what a mask lets move, and the command before
+# takes turns in one process
+SLOW = (SPARSE, TURNS_OF_TWO)
 TYPED = [
     pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c
     for c in commands()

@@ -168,6 +168,7 @@ def toy_data(
 
 
 def toy_trainer(*callbacks, max_epochs=3, **options):
+    """Return a Trainer that does not validate, a sixth of a toy's fit; several devices share the clients out."""
     defaults = {
         "accelerator": ACCELERATOR,
         "logger": False,
@@ -175,8 +176,15 @@ def toy_trainer(*callbacks, max_epochs=3, **options):
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "strategy": "federated" if options.get("devices", 1) > 1 else "auto",
     }
     return Trainer(callbacks=list(callbacks), max_epochs=max_epochs, **{**defaults, **options})
+
+
+def validating_trainer(*callbacks, **options):
+    """Return a Trainer that validates after every round."""
+    return toy_trainer(*callbacks, **{"limit_val_batches": 1.0} | options)
 
 
 def weights(module):

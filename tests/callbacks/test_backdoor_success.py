@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
-from toys import toy_trainer
+from toys import validating_trainer
 
 from fl_lightning import BackdoorSuccess, ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.data import Normalize
@@ -58,10 +58,10 @@ class Linear(LightningModule):
 
 def fit(devices=1, transforms=None, trigger=TRIGGER, **options):
     seed_everything(0, verbose=False)
-    module, strategy = Linear(), "federated" if devices > 1 else "auto"
+    module = Linear()
     federation = Federation(local_epochs=2, seed=1, engine="sequential", **options)
     callbacks = federation, BackdoorSuccess(trigger)
-    trainer = toy_trainer(*callbacks, max_epochs=4, devices=devices, strategy=strategy)
+    trainer = validating_trainer(*callbacks, max_epochs=4, devices=devices)
     data = FederatedDataModule(Images(), num_clients=9, transforms=transforms, seed=0)
     trainer.fit(module, datamodule=data)
     return module, trainer, data

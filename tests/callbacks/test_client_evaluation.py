@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional
 from torchmetrics import MetricCollection, R2Score
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from toys import LoaderData, ToyModule, toy_data, toy_trainer
+from toys import LoaderData, ToyModule, toy_data, validating_trainer
 
 from fl_lightning import (
     ClientEvaluation,
@@ -109,7 +109,7 @@ class TestMetricObjects:
         torch.manual_seed(0)  # clients' figures must differ, whatever ran before
         module, data = Scored(), toy_data(**OPTIONS)
         evaluation = ClientEvaluation(every_n_rounds=1)
-        trainer = toy_trainer(
+        trainer = validating_trainer(
             Federation(seed=0), evaluation, max_epochs=2, logger=CSVLogger(tmp_path)
         )
         trainer.fit(module, datamodule=data)
@@ -121,7 +121,7 @@ class TestMetricObjects:
     @pytest.mark.parametrize("stage", ["validation", "test"])
     def test_in_validate_and_test(self, run, stage, tmp_path):
         module, data, _ = run
-        trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path / "after"))
+        trainer = validating_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path / "after"))
         evaluate = {"validation": trainer.validate, "test": trainer.test}[stage]
         [reported] = evaluate(module, datamodule=data, verbose=False)
         check(module, data, trainer, stage)
@@ -146,7 +146,7 @@ def test_values_of_clients_stand_at_the_step_of_their_round(every, steps, tmp_pa
             super()._report(*args)
 
     evaluation, logger = Counted(every_n_rounds=every), CSVLogger(tmp_path)
-    trainer = toy_trainer(Federation(seed=0), evaluation, max_epochs=3, logger=logger)
+    trainer = validating_trainer(Federation(seed=0), evaluation, max_epochs=3, logger=logger)
     trainer.fit(Scored(), datamodule=toy_data(**OPTIONS))
     with open(f"{trainer.log_dir}/metrics.csv") as file:
         rows = [*csv.DictReader(file)]
@@ -184,7 +184,7 @@ class TestParts:
         """Examples for validation say nothing in a test, nor the other way round."""
         other = {"client_val_fraction", "client_test_fraction"} - {option}
         module, data = ToyModule(), toy_data(**dict.fromkeys(other, 0.3))
-        trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
+        trainer = validating_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
         evaluate = {"validation": trainer.validate, "test": trainer.test}[stage]
         evaluate(module, datamodule=data, verbose=False)
         assert not [*tmp_path.rglob("clients_*.csv")]
@@ -193,16 +193,16 @@ class TestParts:
 
 def test_examples_that_a_checkpoint_may_have_trained_on_are_not_held_out(tmp_path, caplog):
     module, path = ToyModule(), tmp_path / "round.ckpt"
-    fitted = toy_trainer(Federation(seed=0), max_epochs=1)
+    fitted = validating_trainer(Federation(seed=0), max_epochs=1)
     fitted.fit(module, datamodule=toy_data())  # which holds nothing out
     fitted.save_checkpoint(path)
     logger = CSVLogger(tmp_path)
-    trainer = toy_trainer(ClientEvaluation(), Federation(seed=0), logger=logger)
+    trainer = validating_trainer(ClientEvaluation(), Federation(seed=0), logger=logger)
     [reported] = trainer.test(module, toy_data(**OPTIONS), ckpt_path=path, verbose=False)
     assert reported["test/loss"] > 0
     assert "the model was trained on another partition" in caplog.text
     caplog.clear()
-    central = toy_trainer(max_epochs=1)  # which trains on everything that clients hold out
+    central = validating_trainer(max_epochs=1)  # which trains on everything that clients hold out
     central.fit(module, datamodule=toy_data(**OPTIONS))
     central.save_checkpoint(path)
     trainer.test(module, toy_data(**OPTIONS), ckpt_path=path, verbose=False)
@@ -228,7 +228,7 @@ class Explained(ToyModule):
 def test_a_client_with_one_example_too_few_for_a_metric_is_left_out(tmp_path):
     sizes = QuantitySizes([2, 20, 38])
     data = toy_data(num_clients=3, partition=sizes, client_val_fraction=0.5, batch_size=40)
-    trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
+    trainer = validating_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
     with pytest.warns(UserWarning, match="client 0 is left out, whose last batch has one example"):
         trainer.validate(Explained(), datamodule=data, verbose=False)
     rows = table(trainer, "validation")
@@ -238,7 +238,9 @@ def test_a_client_with_one_example_too_few_for_a_metric_is_left_out(tmp_path):
 
 def test_only_the_end_of_a_fit_is_called_its_last_round(caplog):
     data = toy_data(client_val_fraction=0.2)
-    trainer = toy_trainer(ClientEvaluation(every_n_rounds=1), Federation(seed=0), max_epochs=2)
+    trainer = validating_trainer(
+        ClientEvaluation(every_n_rounds=1), Federation(seed=0), max_epochs=2
+    )
     trainer.fit(ToyModule(), datamodule=data)
     assert "per-client evaluation (validation): the model after round 2" in caplog.text
     assert "the last one of this fit" not in caplog.text
@@ -270,9 +272,9 @@ class TestClientsAreTheTestSet:
     def test_pooled_and_by_client(self, empty, tmp_path):
         torch.manual_seed(0)
         module, data = Scored(), self.data(empty=empty)
-        fitted = toy_trainer(Federation(seed=0), max_epochs=2)
+        fitted = validating_trainer(Federation(seed=0), max_epochs=2)
         fitted.fit(module, datamodule=data)
-        trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
+        trainer = validating_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
         [reported] = trainer.test(module, datamodule=data, verbose=False)
         check(module, data, trainer, "test")
         right, number = map(sum, zip(*counted(module, data, "test").values(), strict=True))
@@ -304,13 +306,13 @@ class TestClientsAreTheTestSet:
     @pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:Total length of")
     def test_not_of_a_model_that_may_have_trained_on_them(self, tmp_path):
         module, data, path = ToyModule(), self.data(), tmp_path / "central.ckpt"
-        central = toy_trainer(max_epochs=1)
+        central = validating_trainer(max_epochs=1)
         central.fit(module, datamodule=data)
         central.save_checkpoint(path)
         for options in ({"datamodule": data}, {"datamodule": self.data(), "ckpt_path": path}):
             with pytest.warns(UserWarning, match="no examples are left to test on: the model was"):
                 assert central.test(module, verbose=False, **options) == []
-        federated = toy_trainer(Federation(seed=0), max_epochs=1)
+        federated = validating_trainer(Federation(seed=0), max_epochs=1)
         federated.fit(module, datamodule=data)
         [reported] = federated.test(module, datamodule=data, verbose=False)
         assert reported["test/loss"] > 0
@@ -326,7 +328,9 @@ class Shifted:
 def test_a_central_run_evaluates_no_client(tmp_path, caplog):
     """It has trained on what clients hold out."""
     logger = CSVLogger(tmp_path)
-    trainer = toy_trainer(ClientEvaluation(), max_epochs=1, logger=logger, log_every_n_steps=1)
+    trainer = validating_trainer(
+        ClientEvaluation(), max_epochs=1, logger=logger, log_every_n_steps=1
+    )
     trainer.fit(ToyModule(), datamodule=toy_data(**OPTIONS))
     assert "on another partition or centrally" in caplog.text
     assert not [*tmp_path.rglob("clients_*.csv")]
@@ -336,7 +340,7 @@ def test_without_examples_a_sentence_says_what_is_missing():
     toy = toy_data()
     toy.setup("fit")
     data = FederatedDataModule(LoaderData(toy.source.train_dataloader()), num_clients=2)
-    trainer = toy_trainer()
+    trainer = validating_trainer()
     for run, loader in ((trainer.validate, "val_dataloader"), (trainer.test, "test_dataloader")):
         with pytest.raises(ConfigurationError, match=f"needs a {loader} in LoaderData"):
             run(ToyModule(), datamodule=data, verbose=False)
@@ -347,7 +351,9 @@ class TestCommonTestSet:
         module, data = ToyModule(), toy_data(client_test_fraction=0.2)
         federation = Federation(personal=Personal(["net.4.*"]), seed=0)
         evaluation = ClientEvaluation(common_test_set=True)
-        trainer = toy_trainer(federation, evaluation, max_epochs=2, logger=CSVLogger(tmp_path))
+        trainer = validating_trainer(
+            federation, evaluation, max_epochs=2, logger=CSVLogger(tmp_path)
+        )
         trainer.fit(module, datamodule=data)
         trainer.test(module, datamodule=data, verbose=False)
         rows, models = table(trainer, "test"), federation.personal_models(trainer)
@@ -361,7 +367,7 @@ class TestCommonTestSet:
 
     def test_without_personal_models_there_is_nothing_to_tell_clients_apart(self, caplog, tmp_path):
         evaluation = ClientEvaluation(common_test_set=True)
-        trainer = toy_trainer(evaluation, logger=CSVLogger(tmp_path))
+        trainer = validating_trainer(evaluation, logger=CSVLogger(tmp_path))
         trainer.test(ToyModule(), datamodule=toy_data(client_test_fraction=0.2), verbose=False)
         assert "all clients have the metrics of the global model" in caplog.text
 
@@ -379,7 +385,7 @@ class TestCommonTestSet:
 def test_monitors_of_clients_need_an_evaluation_every_round(monitor, every_n_rounds, is_refused):
     evaluation = ClientEvaluation(every_n_rounds=every_n_rounds)
     parts = Federation(engine="sequential"), evaluation, monitor
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         *parts, max_epochs=1, enable_checkpointing=isinstance(monitor, ModelCheckpoint)
     )
     if is_refused:

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from toys import ToyModule, toy_data, toy_trainer, weights
+from toys import ToyModule, toy_data, validating_trainer, weights
 
 from fl_lightning import (
     CentralDP,
@@ -32,7 +32,9 @@ def fit(
     federation = Federation(local_steps=3, **options)
     evaluation = ClientEvaluation(every_n_rounds=every, local_models=local_models)
     logger = CSVLogger(folder, "toy", version=0)
-    trainer = toy_trainer(evaluation, federation, *callbacks, max_epochs=rounds, logger=logger)
+    trainer = validating_trainer(
+        evaluation, federation, *callbacks, max_epochs=rounds, logger=logger
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = ToyModule(batch_norm=batch_norm)
@@ -110,7 +112,9 @@ def test_personal_layers_are_part_of_a_local_model(tmp_path):
 
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="add a Federation"):
-        toy_trainer(ClientEvaluation(local_models=True)).fit(ToyModule(), datamodule=toy_data())
+        validating_trainer(ClientEvaluation(local_models=True)).fit(
+            ToyModule(), datamodule=toy_data()
+        )
 
 
 def test_privacy_names_them_as_what_no_noise_covers(tmp_path):

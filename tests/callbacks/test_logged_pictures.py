@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 from matplotlib.figure import Figure
-from toys import ToyModule, toy_data, toy_trainer
+from toys import ToyModule, toy_data, validating_trainer
 
 from fl_lightning import CentralDP, ClientEvaluation, Federation, PoissonCohort, RunReport
 from fl_lightning.federation.logs import keep_once, logged_once
@@ -47,7 +47,7 @@ def figure():
 
 
 def log(logger, folder):
-    trainer = toy_trainer(logger=logger, default_root_dir=folder)
+    trainer = validating_trainer(logger=logger, default_root_dir=folder)
     log_figure(trainer, "clients/a picture", figure, step=3)
     log_histogram(trainer, "clients/loss", torch.tensor([1.0, 2.0, float("nan"), 2.5]), step=3)
     return trainer
@@ -81,7 +81,7 @@ def test_without_such_a_logger_it_is_a_file(tmp_path):
 
 
 def test_without_a_logger_nothing_is_drawn(tmp_path):
-    log_figure(toy_trainer(logger=False), "never", pytest.fail, step=0)
+    log_figure(validating_trainer(logger=False), "never", pytest.fail, step=0)
 
 
 def is_recorded(folder, name, seconds=60.0):
@@ -111,9 +111,7 @@ def test_wandb_offline_has_the_rounds_of_several_processes(tmp_path, monkeypatch
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=tmp_path, offline=True)
-    trainer = toy_trainer(
-        Federation(local_steps=1), devices=2, strategy="federated", logger=logger, max_epochs=2
-    )
+    trainer = validating_trainer(Federation(local_steps=1), devices=2, logger=logger, max_epochs=2)
     module, data = ToyModule(), toy_data(num_clients=2)
     trainer.fit(module, datamodule=data)
     trainer.test(module, datamodule=data, verbose=False)
@@ -124,7 +122,7 @@ def test_wandb_offline_has_the_rounds_of_several_processes(tmp_path, monkeypatch
 
 
 def fitted_with_curves(logger, folder, **options):
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         Federation(local_steps=1, **options),
         ClientEvaluation(every_n_rounds=1, client_curves=True),
         RunReport(page=False, client_curves=True),
@@ -179,7 +177,7 @@ def test_clients_have_curves_of_their_own_in_mlflow(tmp_path):
 def test_privacy_leaves_out_curves_of_clients_and_says_so(tmp_path):
     private = CentralDP(clip_norm=1.0, noise_multiplier=1.0, log_unprotected=False)
     logger = CSVLogger(tmp_path, "run", version=0)
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         Federation(local_steps=1, privacy=private, cohort=PoissonCohort(fraction=0.5)),
         RunReport(page=False, client_curves=True),
         logger=logger,
@@ -205,7 +203,7 @@ def test_mlflow_files_have_the_picture(tmp_path):
 
 def test_what_is_logged_once_is_written_beside_and_put_in_place(tmp_path):
     """A kill in the middle leaves the file before or the file after, never half of one."""
-    trainer = toy_trainer(logger=CSVLogger(tmp_path))
+    trainer = validating_trainer(logger=CSVLogger(tmp_path))
     keep_once(trainer, "test", {"test/loss": 0.5})
     file = Path(trainer.log_dir, "results.json")
     before = Path(tmp_path, "before.json")

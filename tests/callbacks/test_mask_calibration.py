@@ -18,7 +18,7 @@ from toys import (
     ToyData,
     ToyModule,
     toy_data,
-    toy_trainer,
+    validating_trainer,
     weights,
 )
 
@@ -87,7 +87,7 @@ def fit(sparse, module=None, *callbacks, data=None, ckpt_path=None, federated=Tr
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     first = [sparse] if sparse is not None else []
     second = [federation()] if federated else []
-    trainer = toy_trainer(*first, *second, *callbacks, **options)
+    trainer = validating_trainer(*first, *second, *callbacks, **options)
     data = data if data is not None else toy_data()
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module, before, trainer
@@ -159,7 +159,6 @@ class TestWhereScoresComeFrom:
             module, _, _ = fit(
                 *(calibration(max_examples=limit, head=RidgeHead()), None, AllHaveTheSameMask()),
                 devices=devices,
-                strategy="federated",
                 logger=CSVLogger(tmp_path, name=str(devices)),
                 max_epochs=1,
             )
@@ -170,7 +169,7 @@ class TestWhereScoresComeFrom:
 
     def test_a_failure_in_one_process_ends_all(self):
         with pytest.raises(ConfigurationError, match="broken in process 1"):
-            fit(calibration(sensitivity=BrokenInOneProcess()), devices=2, strategy="federated")
+            fit(calibration(sensitivity=BrokenInOneProcess()), devices=2)
 
     def test_draws_belong_to_seed_and_version(self):
         def mask(**options):
@@ -369,7 +368,7 @@ class TestMasksOfClients:
             folder, watch = tmp_path / str(devices), AsksForMasks()
             save = SaveEverywhere(folder)
             watch.sparse = sparse = calibration(per_client=True)
-            fit(sparse, None, watch, save, devices=devices, strategy="federated", max_epochs=1)
+            fit(sparse, None, watch, save, devices=devices, max_epochs=1)
             for moment in ("trained", "validation", "end"):
                 state = torch.load(folder / f"0-{moment}.ckpt", weights_only=True)
                 masks = state["callbacks"]["MaskCalibration"]["clients"]
@@ -545,12 +544,12 @@ def test_runs_are_refused_with_the_way_out(options, module, says):
 
 def test_the_order_of_callbacks():
     with pytest.raises(ConfigurationError, match="must come before Federation"):
-        toy_trainer(federation(), calibration()).fit(network(), datamodule=toy_data())
+        validating_trainer(federation(), calibration()).fit(network(), datamodule=toy_data())
 
 
 def test_several_processes_without_a_federation_are_refused():
     sparse = calibration()
-    trainer = toy_trainer(sparse, devices=2, strategy="ddp")  # not started: it would stay
+    trainer = validating_trainer(sparse, devices=2, strategy="ddp")  # not started: it would stay
     with pytest.raises(ConfigurationError, match=r"trainer\.devices to 1"):
         sparse.setup(trainer, network(), "fit")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from toys import ToyModule, toy_data, toy_trainer, weights
+from toys import ToyModule, toy_data, validating_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -30,9 +30,8 @@ def classifier():
 def fit(*callbacks, devices=1):
     seed_everything(0, verbose=False)
     new = FederatedDataModule(Digits(classes=NEW, seed=0), num_clients=3, partition=IID(), seed=0)
-    strategy = "federated" if devices > 1 else "auto"
     federation = Federation(local_epochs=1, seed=0)
-    trainer = toy_trainer(*callbacks, federation, max_epochs=2, devices=devices, strategy=strategy)
+    trainer = validating_trainer(*callbacks, federation, max_epochs=2, devices=devices)
     module = classifier()
     trainer.fit(module, datamodule=new)
     return module, trainer, new
@@ -72,6 +71,6 @@ def test_two_processes_say_the_same():
 
 
 def test_an_earlier_task_without_examples_is_refused():
-    trainer = toy_trainer(Retention(Digits(val_fraction=0.0)), max_epochs=1)
+    trainer = validating_trainer(Retention(Digits(val_fraction=0.0)), max_epochs=1)
     with pytest.raises(ConfigurationError, match="one DataLoader for validation, got"):
         trainer.fit(ToyModule(), datamodule=toy_data())

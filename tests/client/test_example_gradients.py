@@ -222,7 +222,7 @@ def test_examples_draw_numbers_of_their_own():
 
 
 @given(n=st.integers(1, 40), batch_size=st.integers(1, 40), seed=st.integers(0, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_batches_are_of_the_shard_without_repeats(n, batch_size, seed):
     shard = 100 + torch.arange(n)
 

@@ -20,7 +20,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(actions=ACTIONS, limit=st.sampled_from([0, 20, 1000]), inside=st.booleans())
 def test_it_is_a_dictionary_wherever_vectors_are(actions, limit, inside, tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")

@@ -18,7 +18,7 @@ def network(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(shapes=shapes, seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_was_read_is_written_back_bitwise(dtype, shapes, seed):
     generator = torch.Generator().manual_seed(seed)
     tensors = {

@@ -59,31 +59,6 @@ def shares(sampler, clients, num_draws=2000):
     return np.bincount(np.concatenate(draws), minlength=clients.num_clients) / num_draws
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
-class TestEverySampler:
-    @settings(max_examples=30)
-    @given(
-        num_clients=st.integers(10, 60),
-        round_index=st.integers(0, 10_000),
-        seed=st.integers(0, 2**62),
-    )
-    def test_ids_are_distinct_increasing_and_a_pure_function(
-        self, sampler, num_clients, round_index, seed
-    ):
-        ids = sampler.sample(round_index, population(num_clients), seed)
-        assert ids.dtype == np.int64
-        assert (np.diff(ids) > 0).all()
-        assert set(ids) <= set(range(num_clients))
-        again = sampler.sample(round_index, population(num_clients), seed)
-        np.testing.assert_array_equal(ids, again)
-        some = known(num_clients)
-        ids = sampler.sample(round_index, some, seed)
-        assert (np.diff(ids) > 0).all()
-        restored = population(num_clients)
-        restored.load_state_dict(some.state_dict())
-        np.testing.assert_array_equal(ids, sampler.sample(round_index, restored, seed))
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS[:-2], ids=repr)
 def test_rounds_and_seeds_draw_differently(sampler):
     def draws(keys):

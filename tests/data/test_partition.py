@@ -90,7 +90,7 @@ def federations(draw):
 @pytest.mark.parametrize("rule", RULES, ids=kind)
 class TestEveryRule:
     @given(federation=federations())
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     def test_is_a_disjoint_cover_without_empty_clients(self, rule, federation):
         labels, num_clients, seed = federation
         shards = rule.assign(labels, num_clients, seed)
@@ -118,7 +118,7 @@ class TestEveryRule:
 
 @pytest.mark.parametrize("rule", EQUAL_SIZES, ids=repr)
 @given(federation=federations())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_sizes_within_one(rule, federation):
     labels, num_clients, seed = federation
     assert np.ptp(sizes(rule.assign(labels, num_clients, seed))) <= 1
@@ -151,7 +151,7 @@ class TestLabelShards:
         assert set(num_classes(shards, MNIST)) == {2}
 
     @given(federation=federations(), data=st.data())
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     def test_exactly_so_many_classes_whatever_their_sizes(self, federation, data):
         labels, num_clients, seed = federation
         total = len(np.unique(labels))
@@ -167,7 +167,7 @@ class TestLabelShards:
         multiple=st.integers(1, 3),
         data=st.data(),
     )
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     def test_balanced_classes_give_sizes_within_one(self, total, per_class, multiple, data):
         wanted = data.draw(st.integers(1, total))
         labels = np.tile(np.arange(total) * 3 - 7, per_class)
@@ -214,7 +214,7 @@ def all_counts(holders, class_sizes):
 
 class TestClassGraph:
     @given(graph=class_graphs())
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     def test_even_counts_are_the_best_of_all(self, graph):
         holders, class_sizes = graph
         share = class_sizes // np.bincount(holders.ravel())
@@ -232,7 +232,7 @@ class TestClassGraph:
         num_clients=st.integers(9, 20),
         data=st.data(),
     )
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     def test_slots_are_used_up_by_distinct_classes(self, class_sizes, num_clients, data):
         wanted = data.draw(st.integers(1, len(class_sizes)))
         rng = np.random.default_rng(0)
@@ -259,7 +259,7 @@ class TestMcMahanShards:
         assert num_classes(shards, np.repeat(np.arange(10), 6000)).max() == 2
 
     @given(federation=federations())
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     def test_sizes_within_the_number_of_pieces(self, federation):
         labels, num_clients, seed = federation
         assert np.ptp(sizes(McMahanShards().assign(labels, num_clients, seed))) <= 2

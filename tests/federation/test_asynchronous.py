@@ -185,7 +185,7 @@ def test_resumes_anywhere_to_the_same_bits(tmp_path, rule):
     expected, rows, federation = run(UNEQUAL, SaveEverywhere(tmp_path), **settings)
     steps = [federation._calendar.arrivals.step(n) for n in range(6)]
     assert any(v < n for n, step in enumerate(steps) for v in step.versions.values())
-    for moment in ("1-trained", "2-end", "4-trained", "5-validation"):
+    for moment in ("1-trained", "2-end", "4-trained", "5-trained"):
         module, again, _ = run(UNEQUAL, ckpt_path=tmp_path / f"{moment}.ckpt", **settings)
         assert torch.equal(weights(module), weights(expected)), moment
         assert again == rows[-len(again) :]
@@ -223,7 +223,7 @@ def test_stale_starts_by_a_plain_loop(engine):
         slots=2 if engine == "slots" else None,
         seed=3,
     )
-    toy_trainer(federation, max_epochs=8, limit_val_batches=0).fit(module, datamodule=data)
+    toy_trainer(federation, max_epochs=8).fit(module, datamodule=data)
     means = [float(data.train_batch(shard)[1].double().mean()) for shard in data.clients]
     versions = [0.0]
     for number in range(8):
@@ -270,11 +270,11 @@ def test_over_processes_as_in_one(rule):
         seed_everything(0, verbose=False)
         module = Quadratic()
         federation = Federation(devices=UNEQUAL, asynchronous=rule, local_steps=2, seed=3)
-        trainer = toy_trainer(federation, max_epochs=4, limit_val_batches=0, **several)
+        trainer = toy_trainer(federation, max_epochs=4, **several)
         trainer.fit(module, datamodule=toy_data())
         return module.x.item()
 
-    assert fit(devices=2, strategy="federated") == pytest.approx(fit(), rel=1e-9)
+    assert fit(devices=2) == pytest.approx(fit(), rel=1e-9)
 
 
 class Noting(VirtualClock):

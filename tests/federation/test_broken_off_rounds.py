@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from torch.optim import SGD, Adam
-from toys import SaveEverywhere, SaveOnException, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, SaveOnException, ToyModule, toy_data, validating_trainer, weights
 
 from fl_lightning import BandedMatrixDP, CentralDP, ExampleDP, Federation, LocalDP, Scaffold
 from fl_lightning.core.traits import NO_TRAITS
@@ -45,7 +45,7 @@ def run(privacy, *callbacks, max_epochs=4, ckpt_path=None, kind=ToyModule):
         cohort=RoundRobinCohort(size=3),
         privacy=privacy,
     )
-    trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs)
+    trainer = validating_trainer(federation, *callbacks, max_epochs=max_epochs)
     trainer.fit(kind(scheduler=False), datamodule=toy_data(), ckpt_path=ckpt_path)
     [privacy] = federation.rounds.stages.around_fit
     return trainer, privacy
@@ -113,7 +113,7 @@ def test_a_failed_round_leaves_no_state_ahead_of_the_model_or_behind(tmp_path, o
         given = {"engine": "sequential", "local_steps": 2, "seed": 4, **options}
         stages = [stage()] if (stage := given.pop("stage", None)) else []
         federation = Federation(stages=[*stages, Fails(round_index, method)], **given)
-        trainer = toy_trainer(federation, *callbacks, max_epochs=4)
+        trainer = validating_trainer(federation, *callbacks, max_epochs=4)
         module = ToyModule(momentum=0.0, scheduler=False)
         trainer.fit(module, datamodule=toy_data(), ckpt_path=ckpt_path)
         return weights(module)

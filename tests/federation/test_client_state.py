@@ -3,14 +3,14 @@
 That whatever a step writes, every client is that of a plain loop, is the table in `strange`.
 """
 
-import copy
 import random
 import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
-from torch import nn
+from lightning.pytorch import seed_everything
+from strange.client_state import BufferThatIsAssigned, MeanTeacher
+from strange.rows import WithLoss
 from torch.nn import functional as F
 from toys import Given, Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
@@ -23,13 +23,8 @@ from fl_lightning.server import Mean
 SHARDS = [range(20), range(20, 32), range(32, 44), range(44, 60)]
 
 
-class Base(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-
-    def loss(self, batch):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+class Base(WithLoss):
+    """Trains by the loss alone."""
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch)
@@ -37,25 +32,9 @@ class Base(LightningModule):
     def validation_step(self, batch, batch_idx):
         pass
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.5, momentum=0.5)
 
-
-class Teacher(Base):
+class Teacher(MeanTeacher, Base):
     """A mean teacher in frozen parameters, moved in the step."""
-
-    def __init__(self):
-        super().__init__()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-
-    @torch.no_grad()
-    def follow(self):
-        for mean, param in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            mean.mul_(0.9).add_(param, alpha=0.1)
-
-    def training_step(self, batch, batch_idx):
-        self.follow()
-        return self.loss(batch) + F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
 
 
 class Appends(Base):
@@ -69,17 +48,8 @@ class Appends(Base):
         return loss * (1 + 0.3 * len(self.outputs))
 
 
-class Centre(Base):
+class Centre(BufferThatIsAssigned, Base):
     """A buffer that is replaced by another tensor, as DINO's centre."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(3))
-
-    def training_step(self, batch, batch_idx):
-        logits = self.net(batch[0])
-        self.centre = 0.9 * self.centre + 0.1 * logits.detach().mean(0)
-        return F.cross_entropy(logits - self.centre, batch[1])
 
 
 class Masked(Base):
@@ -327,7 +297,7 @@ def test_a_resumed_run_averages_the_same(kind, tmp_path):
 @pytest.mark.parametrize("kind", [Teacher, Centre, Masked])
 def test_several_processes_agree(kind):
     module, expected = made(kind), made(kind)
-    fit(module, trainer={"strategy": "federated", "devices": 2})
+    fit(module, trainer={"devices": 2})
     fit(expected)
     torch.testing.assert_close(weights(module), weights(expected), rtol=1e-12, atol=1e-12)
 

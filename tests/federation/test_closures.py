@@ -3,8 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from test_manual_optimization import SEED, far, new, plain_rounds
-from torch.nn import functional as F
+from test_manual_optimization import SEED, far, new
 from toys import Ordered, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
@@ -13,7 +12,6 @@ from fl_lightning import (
     ConfigurationError,
     FedDyn,
     Federation,
-    FedProx,
     Mean,
 )
 from fl_lightning.client.local_step import PlainStep
@@ -61,37 +59,13 @@ class Asserting(SAM):
 
 
 class Sharp(ToyModule):
-    def __init__(self, kind=SAM, **options):
+    def __init__(self, kind=Asserting, **options):
         super().__init__(**options)
         self.kind = kind
 
     def configure_optimizers(self):
         optimizer = self.kind(self.parameters(), lr=self.lr, momentum=self.momentum)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
-
-
-def sharp_client(module, batches, round_index, pull):
-    """Sharpness-aware steps with nothing but torch."""
-    params = list(module.parameters())
-    start = [p.detach().clone() for p in params]
-    velocity = [torch.zeros_like(p) for p in params]
-
-    def gradients(x, y):
-        found = torch.autograd.grad(F.cross_entropy(module.net(x), y), params)
-        return [g + pull * (p - before) for g, p, before in zip(found, params, start, strict=True)]
-
-    for x, y in batches:
-        first = gradients(x, y)
-        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in first])) + 1e-12
-        with torch.no_grad():
-            for p, g in zip(params, first, strict=True):
-                p.add_(g * (RHO / norm))
-        second = gradients(x, y)
-        with torch.no_grad():
-            for p, g, h, v in zip(params, first, second, velocity, strict=True):
-                p.sub_(g * (RHO / norm))
-                v.mul_(0.9).add_(h)
-                p.sub_(0.1 * 0.9**round_index * v)
 
 
 class Idle(Callback):
@@ -108,33 +82,6 @@ def fit(module, data=None, settings=None, **options):
     trainer = toy_trainer(federation, *callbacks, **settings)
     trainer.fit(module, datamodule=data or toy_data())
     return module, trainer, federation
-
-
-@pytest.mark.parametrize(  # each pair of values
-    ("dtype", "bound", "full", "pull", "kind"),
-    [
-        (torch.float32, 1e-6, False, 0.0, SAM),
-        (torch.float32, 1e-6, True, 0.5, Asserting),
-        (torch.float64, 1e-12, False, 0.5, Asserting),
-        (torch.float64, 1e-12, True, 0.0, Asserting),
-        (torch.float64, 1e-12, True, 0.5, SAM),
-    ],
-)
-def test_sam_equals_a_plain_loop(dtype, bound, full, pull, kind):
-    expected = plain_rounds(
-        new(ToyModule).to(dtype),
-        toy_data(dtype=dtype),
-        lambda *given: sharp_client(*given, pull),
-    )
-    precision = "64-true" if dtype == torch.float64 else "32-true"
-    module, _, federation = fit(
-        new(Sharp, kind).to(dtype),
-        toy_data(dtype=dtype),
-        {"precision": precision, "full": full},
-        correction=FedProx(mu=pull) if pull else None,
-    )
-    assert federation.rounds.clients.step.is_lean == (not full)
-    assert far(weights(module), expected) < bound
 
 
 def test_all_settings_give_the_same_bits():

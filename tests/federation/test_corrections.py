@@ -13,6 +13,7 @@ import torchmetrics
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
 from quadratics import Quadratic, TwoQuadratics, trajectory
+from test_closures import Sharp
 from test_masks import Masked, NewMasks
 from torch.utils.data import DataLoader, TensorDataset
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
@@ -292,7 +293,7 @@ def run(
     federation = Federation(
         **{"cohort": UniformCohort(size=3), "local_epochs": 2, "seed": 4} | block
     )
-    options = {"precision": precision, "limit_val_batches": 0, **(trainer or {})}
+    options = {"precision": precision, **(trainer or {})}
     fit = toy_trainer(*callbacks, federation, **options)
     dtype = torch.float64 if precision == "64-true" else torch.float32
     data = data or toy_data(batch_size=4, dtype=dtype)
@@ -301,14 +302,6 @@ def run(
 
 
 class TestReductions:
-    @pytest.mark.parametrize("name", ["Scaffold", "Scaffold I"])
-    @pytest.mark.parametrize("engine", ["sequential", "slots"])
-    def test_the_first_round_of_scaffold_is_fedavg_bit_for_bit(self, name, engine):
-        options = {"engine": engine, "precision": "32-true", "trainer": {"max_epochs": 1}}
-        first, _ = run(**options)
-        corrected, _ = run(**options, **CORRECTIONS[name])
-        assert torch.equal(weights(first), weights(corrected))
-
     def test_fedsgd_is_central_sgd_on_all_examples(self):
         """One step of every client on its whole shard."""
 
@@ -410,6 +403,7 @@ PATHS = {
     "clipping": (ToyModule, {"trainer": {"gradient_clip_val": 0.05}}, 1e-11),
     "accumulation": (ToyModule, {"trainer": {"accumulate_grad_batches": 2}}, 1e-11),
     "line search": (Searching, {}, 1e-9),
+    "sharpness-aware": (Sharp, {}, 1e-11),
     "fused": (ToyModule, {"speedups": ["fused_optimizer"]}, 1e-11),
     "fp16": (ToyModule, {"precision": None}, 2e-3),
 }
@@ -543,8 +537,7 @@ class TestMemories:
         """In two processes clients of a later round train where they did not before."""
         ends = []
         for devices, limit in ((1, 1.0), (2, 1.0), (2, 0.0)):
-            strategy = "federated" if devices > 1 else "auto"
-            options = {"trainer": {"devices": devices, "strategy": strategy, "max_epochs": 4}}
+            options = {"trainer": {"devices": devices, "max_epochs": 4}}
             options |= {"client_memory_gb": limit, "aggregator": Mean(exact=True)}
             ends.append(weights(run(correction=Scaffold(), **options)[0]))
         assert torch.equal(ends[0], ends[1])

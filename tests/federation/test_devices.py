@@ -121,7 +121,7 @@ def test_over_processes_as_in_one():
         record = trainer.callback_metrics
         return weights(module), record["round/lost"], record["round/total_virtual_seconds"]
 
-    found, expected = fit(devices=2, strategy="federated"), fit()
+    found, expected = fit(devices=2), fit()
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-6)
     assert found[1:] == expected[1:]
     assert expected[1] > 0

@@ -44,8 +44,7 @@ KNOWS_LAYOUTS = TorchVersion(torch.__version__) >= (2, 14)
 def run(module, engine="slots", *callbacks, data=None, max_epochs=2, ckpt=None, trainer=None, **o):
     options = {"cohort": COHORT, "seed": 0, "local_epochs": 2, "slots": 3} | o
     federation = Federation(engine=engine, **options)
-    limits = {"max_epochs": max_epochs, "limit_val_batches": 0, **(trainer or {})}
-    trainer = toy_trainer(federation, *callbacks, **limits)
+    trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **(trainer or {}))
     trainer.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt)
     return trainer
 

@@ -150,7 +150,7 @@ def test_a_budget_ends_the_run_and_noise_is_found_for_one():
 def test_resuming_spends_and_draws_nothing_twice(tmp_path):
     options = {"privacy": private(), "cohort": PoissonCohort(fraction=0.6)}
     module, trainer = run(callbacks=[SaveEverywhere(tmp_path)], **options)
-    for moment in ("0-end", "1-trained", "2-validation"):
+    for moment in ("0-end", "1-trained", "2-trained"):
         again, resumed = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
         assert torch.equal(weights(again), weights(module)), moment
         assert facts(resumed) == facts(trainer)
@@ -274,7 +274,7 @@ def test_with_a_mask_only_what_may_move_is_clipped_and_noisy():
 
 def test_two_processes_release_what_one_does():
     one, alone = run(2, privacy=private())
-    processes = {"devices": 2, "strategy": "federated"}
+    processes = {"devices": 2}
     two, both = run(2, privacy=private(), trainer=processes)
     assert float((weights(one) - weights(two)).abs().max()) < 1e-6
     assert facts(both) == pytest.approx(facts(alone))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import TensorDataset
-from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import ToyData, ToyModule, toy_data, validating_trainer, weights
 
 from fl_lightning import (
     APFL,
@@ -53,7 +53,7 @@ def run(*callbacks, precision="32-true", accelerator="gpu", ckpt_path=None):
     seed_everything(0, verbose=False)
     module = ToyModule(dropout=0.3 if accelerator == "gpu" else 0.0)
     federation = Federation(cohort=UniformCohort(size=3), local_epochs=2, seed=0)
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         *(federation, *callbacks), precision=precision, accelerator=accelerator, devices=1
     )
     data = toy_data(client_val_fraction=0.2)
@@ -76,7 +76,7 @@ def test_agrees_with_the_cpu(engine):
         seed_everything(0, verbose=False)
         module = ToyModule()
         options = {"accelerator": accelerator, "devices": 1, "precision": "64-true"}
-        trainer = toy_trainer(Federation(seed=0, engine=engine), **options)
+        trainer = validating_trainer(Federation(seed=0, engine=engine), **options)
         trainer.fit(module, datamodule=toy_data(dtype=torch.float64))
         return weights(module.cpu())
 
@@ -99,7 +99,7 @@ def test_examples_on_the_accelerator_are_the_same_examples(engine):
         seed_everything(0, verbose=False)
         module, federation = ToyModule(), Federation(seed=0, engine=engine)
         data = FederatedDataModule(source, num_clients=6, client_val_fraction=0.2, seed=0)
-        trainer = toy_trainer(federation, ClientEvaluation(), accelerator="gpu", devices=1)
+        trainer = validating_trainer(federation, ClientEvaluation(), accelerator="gpu", devices=1)
         trainer.fit(module, datamodule=data)
         return weights(module.cpu())
 
@@ -151,7 +151,7 @@ def test_every_kind_of_part_ends_where_it_ends_on_the_cpu(part, engine):
         module = ToyModule(batch_norm=part != "signs")
         options = {"accelerator": accelerator, "devices": 1}
         federation = Federation(seed=0, engine=engine, spot_check=1.0, **PARTS[part])
-        trainer = toy_trainer(federation, precision="64-true", **options)
+        trainer = validating_trainer(federation, precision="64-true", **options)
         data = toy_data(partition=IID(), batch_size=4, dtype=torch.float64)
         trainer.fit(module, datamodule=data)
         return weights(module.cpu())
@@ -164,7 +164,7 @@ def test_after_a_fit_personal_models_are_where_the_module_is():
     seed_everything(0, verbose=False)
     module, federation = ToyModule(), Federation(seed=0, personal=FineTuned(local_steps=2))
     data = toy_data(client_val_fraction=0.2)
-    trainer = toy_trainer(federation, accelerator="gpu", devices=1)
+    trainer = validating_trainer(federation, accelerator="gpu", devices=1)
     trainer.fit(module, datamodule=data)
     assert module.device.type == "cpu"
     before = weights(module)

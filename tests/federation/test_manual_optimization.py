@@ -1,4 +1,4 @@
-"""Modules that step one or several optimizers by hand: against plain loops, and their reductions."""
+"""Modules that step one or several optimizers by hand: their reductions, and what is refused."""
 
 import pytest
 import torch
@@ -87,56 +87,6 @@ class GAN(LightningModule):
         return [one, other], [steps.StepLR(one, 2, 0.5), steps.ExponentialLR(other, 0.7)]
 
 
-def gan_client(module, batches, rounds_done, pull=0.0):
-    """What a client does, with nothing but torch."""
-    one = torch.optim.Adam(module.g.parameters(), lr=0.02, betas=(0.5, 0.9))
-    other = torch.optim.Adam(module.d.parameters(), lr=0.03 * 0.7**rounds_done)
-    start = [p.detach().clone() for p in module.parameters()]
-    bce = F.binary_cross_entropy_with_logits
-
-    def step(optimizer, loss):
-        module.zero_grad()
-        loss.backward()
-        for p, before in zip(module.parameters(), start, strict=True):
-            if p.grad is not None:
-                p.grad.add_(p.detach() - before, alpha=pull)
-        if module.clip and optimizer is one:
-            nn.utils.clip_grad_norm_(module.g.parameters(), module.clip)
-        optimizer.step()
-
-    for number, (x, _) in enumerate(batches):
-        one.param_groups[0]["lr"] = 0.02 * 0.5 ** (number // 2)
-        real, fake = x.new_ones(len(x), 1), x.new_zeros(len(x), 1)
-        made = module.g(torch.randn(len(x), 2, dtype=x.dtype))
-        step(one, bce(module.d(made), real))
-        step(other, bce(module.d(x), real) + bce(module.d(made.detach()), fake))
-
-
-def plain_rounds(module, data, train_client, *, rounds=3, epochs=2):
-    """FedAvg over all clients, with nothing of the package but the seeds and the data."""
-    data.setup("fit")
-    x, y = data.train_dataset.tensors
-    model = {n: p.detach().clone() for n, p in module.named_parameters()}
-    for r in range(rounds):
-        total, delta = 0, {n: torch.zeros_like(p) for n, p in model.items()}
-        for k, shard in enumerate(data.clients):
-            module.load_state_dict(model)
-            torch.manual_seed(derive_seed(SEED, "local training", r, k))
-            order = torch.Generator().manual_seed(derive_seed(SEED, "shuffle", r, k))
-            batches = []
-            for _ in range(epochs):
-                epoch = shard
-                if len(shard) > 8:
-                    epoch = shard[torch.randperm(len(shard), generator=order)]
-                batches += [(x[part], y[part]) for part in epoch.split(8)]
-            train_client(module, batches, r)
-            total += len(shard)
-            for n, p in module.named_parameters():
-                delta[n].lerp_(model[n] - p.detach(), len(shard) / total)
-        model = {n: p - delta[n] for n, p in model.items()}
-    return torch.cat([p.double().flatten() for p in model.values()])
-
-
 def fit(module, *callbacks, data=None, start=None, ckpt_path=None, max_epochs=3, **options):
     """Train with the plain loop's seeds; options of the Trainer begin with ``trainer_``."""
     settings = {k[8:]: options.pop(k) for k in list(options) if k.startswith("trainer_")}
@@ -159,22 +109,29 @@ def far(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
+class Pulled(GAN):
+    """A pull to where a client began, as a term of each loss."""
+
+    def on_train_epoch_start(self):
+        self.begin = [p.detach().clone() for p in self.parameters()]
+
+    def manual_backward(self, loss):
+        pairs = zip(self.parameters(), self.begin, strict=True)
+        trained = ((p, x) for p, x in pairs if p.requires_grad)
+        super().manual_backward(loss + 0.25 * sum((p - x).square().sum() for p, x in trained))
+
+
 @pytest.mark.parametrize("toggles", [True, False])
-def test_a_gan_with_a_correction_equals_a_plain_loop(toggles):
-    """Without one: rows of `strange.optimizers`."""
-    options = {"toggles": toggles, "clip": 0.1}
-    expected = plain_rounds(
-        new(GAN, **options).double(),
-        toy_data(dtype=torch.float64),
-        lambda *given: gan_client(*given, pull=0.5),
-    )
-    module, trainer, _ = fit(
-        new(GAN, **options).double(),
-        data=toy_data(dtype=torch.float64),
-        correction=FedProx(mu=0.5),
-        trainer_precision="64-true",
-    )
-    assert far(weights(module), expected) < 1e-12
+def test_a_pull_is_a_term_of_each_loss(toggles):
+    """GANs without one against a plain loop: rows of `strange.optimizers`."""
+
+    def end(kind, **options):
+        module = new(kind, toggles=toggles, clip=0.1).double()
+        data = toy_data(dtype=torch.float64)
+        return fit(module, data=data, trainer_precision="64-true", **options)[:2]
+
+    (expected, _), (module, trainer) = end(Pulled), end(GAN, correction=FedProx(mu=0.5))
+    assert far(weights(module), weights(expected)) < 1e-12
     assert (trainer.global_step, trainer.current_epoch) == (3, 3)
     assert {"train/g", "train/d"} <= trainer.callback_metrics.keys()
     assert "train/loss" not in trainer.callback_metrics
@@ -183,13 +140,11 @@ def test_a_gan_with_a_correction_equals_a_plain_loop(toggles):
 
 def test_two_processes_end_where_one_does():
     def run(devices):
-        strategy = "federated" if devices > 1 else "auto"
         module, trainer, _ = fit(
             new(GAN),
             aggregator=Mean(exact=True),
             correction=FedProx(mu=0.1),
             trainer_devices=devices,
-            trainer_strategy=strategy,
         )
         return weights(module), trainer.global_step
 
@@ -220,7 +175,7 @@ def uninterrupted(tmp_path_factory):
     runs = {}
     for kind in (GAN, Constant):
         folder = tmp_path_factory.mktemp(kind.__name__)
-        saving = {"trainer_enable_checkpointing": True}
+        saving = {"trainer_enable_checkpointing": True, "trainer_limit_val_batches": 1.0}
         module, *_ = fit(new(kind), SaveLast(folder), **options, **saving)
         runs[kind] = folder, weights(module)
     return runs, options
@@ -234,7 +189,7 @@ def test_resumes_anywhere_to_the_same_bits(uninterrupted, kind, moment):
     checkpoint = torch.load(path, weights_only=True)
     assert [state["state"] for state in checkpoint["optimizer_states"]] == [{}, {}]
     assert checkpoint["lr_schedulers"][0]["last_epoch"] == 0  # it is stepped inside clients alone
-    module, trainer, _ = fit(new(kind), ckpt_path=path, **options)
+    module, trainer, _ = fit(new(kind), ckpt_path=path, trainer_limit_val_batches=1.0, **options)
     assert torch.equal(weights(module), expected)
     assert (trainer.global_step, trainer.current_epoch) == (3, 3)
 
@@ -246,6 +201,7 @@ def test_loggers_and_checkpoints_count_rounds(tmp_path):
         saving,
         trainer_logger=CSVLogger(tmp_path),
         trainer_enable_checkpointing=True,
+        trainer_limit_val_batches=1.0,
     )
     rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
     column = rows[0].split(",").index("step")

@@ -184,7 +184,7 @@ def test_masks_may_change_between_rounds(engine):
 def test_resumed_with_masks_that_change(tmp_path):
     options = {"max_epochs": 5}
     expected, *_ = run(Masked, NewMasks(), SaveEverywhere(tmp_path), **options)
-    for moment in ("1-end", "2-trained", "2-end", "3-validation"):
+    for moment in ("1-end", "2-trained", "2-end", "3-trained"):
         found, *_ = run(Masked, NewMasks(), ckpt_path=tmp_path / f"{moment}.ckpt", **options)
         assert torch.equal(weights(found), weights(expected)), moment
 
@@ -199,7 +199,7 @@ ASYNCHRONOUS = {
 @pytest.mark.parametrize("how", [{"federation": ASYNCHRONOUS}, {"precision": "bf16-true"}])
 def test_resumed_with_the_mask_of_before(tmp_path, how):
     _, _, expected, _ = run(Masked, SaveEverywhere(tmp_path), **how)
-    for moment in ("0-end", "1-validation"):
+    for moment in ("0-end", "1-trained"):
         _, _, found, _ = run(Masked, ckpt_path=tmp_path / f"{moment}.ckpt", **how)
         assert torch.equal(found.server.model.params, expected.server.model.params), moment
 
@@ -246,7 +246,7 @@ def test_a_checkpoint_with_another_mask_is_refused(tmp_path):
 
 def test_two_processes_with_masks():
     one, *_ = run(Masked)
-    two, *_ = run(Masked, devices=2, strategy="federated")
+    two, *_ = run(Masked, devices=2)
     assert torch.allclose(weights(one), weights(two), rtol=1e-5)
     assert Mask(one.masks) == Mask(two.masks)
 
@@ -334,7 +334,7 @@ def test_clients_find_their_masks_by_the_model_they_are_sent():
             return SparseSGDM(self.parameters(), lr=self.lr, momentum=self.momentum)
 
     ends = []
-    for options in ({}, {"devices": 2, "strategy": "federated"}):
+    for options in ({}, {"devices": 2}):
         calibration = MaskCalibration(
             density=0.3, rounds=2, per_client=True, include=["net.0.*"], head_name="net.4"
         )

@@ -91,7 +91,7 @@ class Saves(Callback):
     def on_train_start(self, trainer, module):
         AtomicCheckpointIO().save_checkpoint({"half": Killed()}, sys.argv[1] + "/best.ckpt")
 
-trainer = toy_trainer(Federation(), Saves(), devices=2, strategy="federated", max_epochs=1)
+trainer = toy_trainer(Federation(), Saves(), devices=2, max_epochs=1)
 trainer.fit(ToyModule(), datamodule=toy_data())
 """
 
@@ -107,7 +107,7 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path, monkeypatch):
     assert len(list(scratch.glob("fl_lightning_*"))) == 1
     assert {path.suffix for path in checkpoints.iterdir()} == {".unfinished"}
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    trainer = toy_trainer(Federation(), devices=2, strategy="federated", max_epochs=1)
+    trainer = toy_trainer(Federation(), devices=2, max_epochs=1)
     trainer.fit(ToyModule(), datamodule=toy_data())
     AtomicCheckpointIO().save_checkpoint({}, checkpoints / "best.ckpt")
     assert not list(scratch.glob("fl_lightning_*"))

@@ -119,7 +119,7 @@ def test_a_plateau_counts_rounds():
                 "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"},
             }
 
-    trainer, _ = fit(Plateau())
+    trainer, _ = fit(Plateau(), limit_val_batches=1.0)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5**3  # once per round
 
 
@@ -133,9 +133,7 @@ class Reduces(ToyModule):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "options", [{}, {"devices": 2, "strategy": "federated"}], ids=["one", "two processes"]
-)
+@pytest.mark.parametrize("options", [{}, {"devices": 2}], ids=["one", "two processes"])
 def test_sums_and_extremes_are_those_over_all_clients(options):
     data, federation = toy_data(), Federation(local_epochs=1)
     trainer, _ = fit(Reduces(), data=data, federation=federation, max_epochs=1, **options)

@@ -20,7 +20,15 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
-from toys import SaveEverywhere, SaveOnException, ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import (
+    SaveEverywhere,
+    SaveOnException,
+    ToyData,
+    ToyModule,
+    toy_data,
+    validating_trainer,
+    weights,
+)
 
 from fl_lightning import (
     ClientEvaluation,
@@ -167,10 +175,9 @@ def fit(devices, make=None, data=None, *callbacks, ckpt_path=None, exact=False, 
         aggregator=Mean(exact=exact),
         server_optimizer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5),
     )
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         *(federation, AllAgree(), *callbacks),
         devices=devices,
-        strategy="federated" if devices > 1 else "auto",
         **trainer_options,
     )
     module = (make or Counting)()
@@ -221,7 +228,7 @@ def test_one_process_of_the_strategy_is_one_process():
     module = Counting()
     momentum = {"server_optimizer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5)}
     federation = Federation(cohort=UniformCohort(size=4), local_epochs=2, seed=4, **momentum)
-    trainer = toy_trainer(federation, devices=1, strategy="federated")
+    trainer = validating_trainer(federation, devices=1, strategy="federated")
     trainer.fit(module, datamodule=some_data())
     assert torch.equal(weights(module), weights(expected))
 
@@ -229,10 +236,9 @@ def test_one_process_of_the_strategy_is_one_process():
 def test_accumulation_and_clipping_are_the_clients_own():
     def run(devices):
         module = ToyModule(momentum=0.0)
-        trainer = toy_trainer(
+        trainer = validating_trainer(
             Federation(local_steps=3, seed=1),
             devices=devices,
-            strategy="federated",
             accumulate_grad_batches=2,
             gradient_clip_val=0.1,
         )
@@ -250,7 +256,7 @@ class TestEvaluation:
         data = toy_data(num_examples=129, drop_last=True)  # 65 and 64: a batch more in one process
         module, trainer = fit(2, None, data)
         assert trainer.callback_metrics["val/examples"] == 129
-        evaluator = toy_trainer()
+        evaluator = validating_trainer()
         evaluator.validate(module, datamodule=toy_data(num_examples=129), verbose=False)
         for name, value in evaluator.callback_metrics.items():
             found = float(trainer.callback_metrics[name])
@@ -264,7 +270,7 @@ class TestEvaluation:
 
         data = FederatedDataModule(Two(), num_clients=3, seed=0)
         module, trainer = fit(3, ToyModule, data, cohort=None)
-        evaluator = toy_trainer()
+        evaluator = validating_trainer()
         evaluator.validate(module, datamodule=data, verbose=False)
         expected = float(evaluator.callback_metrics["val/loss"])
         assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
@@ -295,7 +301,7 @@ class TestEvaluation:
         data = FederatedDataModule(Loaders(num_examples=61), num_clients=3, seed=0)
         module, trainer = fit(2, Module, data, cohort=None, max_epochs=1)
         found = trainer.test(module, datamodule=data, verbose=False)
-        expected = toy_trainer().test(module, datamodule=data, verbose=False)
+        expected = validating_trainer().test(module, datamodule=data, verbose=False)
         assert len(found) == 2
         for ours, alone in zip(found, expected, strict=True):
             assert ours == pytest.approx(alone, rel=1e-6)
@@ -316,7 +322,9 @@ class TestEvaluation:
     def test_a_fitted_trainer_goes_on_to_test(self):
         module, trainer = fit(2, ToyModule)
         found = trainer.test(module, datamodule=toy_data(num_examples=61), verbose=False)
-        expected = toy_trainer().test(module, datamodule=toy_data(num_examples=61), verbose=False)
+        expected = validating_trainer().test(
+            module, datamodule=toy_data(num_examples=61), verbose=False
+        )
         assert found[0]["test/loss"] == pytest.approx(expected[0]["test/loss"], rel=1e-6)
 
     def test_per_client_evaluation_is_shared_out(self, tmp_path):
@@ -555,13 +563,15 @@ def test_callbacks_whose_states_cannot_come_home_are_named():
 
 
 def test_other_strategies_are_refused():
-    trainer = toy_trainer(Federation(), devices=2, strategy="ddp")  # not started: it would stay
+    trainer = validating_trainer(
+        Federation(), devices=2, strategy="ddp"
+    )  # not started: it would stay
     with pytest.raises(ConfigurationError, match=r"set trainer\.strategy to federated"):
         check_compatible(trainer, ToyModule())
 
 
 def test_central_training_without_gradient_exchange_is_refused():
-    trainer = toy_trainer(devices=2, strategy="federated")
+    trainer = validating_trainer(devices=2)
     with pytest.raises(ConfigurationError, match=r"use trainer\.strategy ddp"):
         trainer.fit(ToyModule(), datamodule=some_data())
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torchmetrics import SumMetric
-from toys import SaveEverywhere, SaveOnException, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, SaveOnException, ToyModule, toy_data, validating_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -41,7 +41,7 @@ def run(
         seed=seed,
         **(federated or {}),
     )
-    trainer = toy_trainer(federation, *callbacks, max_epochs=4, **options)
+    trainer = validating_trainer(federation, *callbacks, max_epochs=4, **options)
     trainer.fit(module, datamodule=toy_data(batch_size=4, drop_last=True), ckpt_path=ckpt_path)
     return module, trainer
 
@@ -261,7 +261,7 @@ def test_another_seed_is_refused(uninterrupted):
 def test_another_partition_is_refused(uninterrupted):
     folder, *_ = uninterrupted
     module = ToyModule(dropout=0.3, batch_norm=True)
-    trainer = toy_trainer(Federation(cohort=UniformCohort(size=3), seed=4))
+    trainer = validating_trainer(Federation(cohort=UniformCohort(size=3), seed=4))
     with pytest.raises(ConfigurationError, match="another partition"):
         trainer.fit(
             module,

@@ -25,7 +25,14 @@ from fl_lightning.server.robust.rule import Bucketing, Median, TrimmedMean
 
 
 def fit(
-    ckpt_path=None, callbacks=(), data=None, devices=1, batch_norm=False, momentum=0.9, **options
+    ckpt_path=None,
+    callbacks=(),
+    data=None,
+    devices=1,
+    batch_norm=False,
+    momentum=0.9,
+    limit_val_batches=0,
+    **options,
 ):
     seed_everything(0, verbose=False)
     defaults = {"local_steps": 2, "seed": 4, "engine": "sequential"}
@@ -34,7 +41,7 @@ def fit(
         *(federation, *callbacks),
         max_epochs=3,
         devices=devices,
-        strategy="federated" if devices > 1 else "auto",
+        limit_val_batches=limit_val_batches,
     )
     module = ToyModule(scheduler=False, batch_norm=batch_norm, momentum=momentum)
     trainer.fit(module, datamodule=data or toy_data(batch_size=4), ckpt_path=ckpt_path)
@@ -52,7 +59,7 @@ EVERYTHING = {
 
 def test_a_run_resumes_to_the_same_bits(tmp_path):
     expected, _ = fit(callbacks=[SaveEverywhere(tmp_path)], **EVERYTHING)
-    for moment in ("0-trained", "0-end", "1-trained", "2-validation"):
+    for moment in ("0-trained", "0-end", "1-trained", "2-trained"):
         resumed, _ = fit(ckpt_path=tmp_path / f"{moment}.ckpt", **EVERYTHING)
         assert torch.equal(weights(resumed), weights(expected)), moment
 
@@ -108,9 +115,9 @@ def test_attackers_learn_from_other_labels_and_others_do_not():
 
 def test_a_defence_withstands_what_the_mean_does_not():
     attackers = Attackers(fraction=0.34, forge=SignFlip(20.0))
-    _, expected = fit(aggregator=Median())
-    _, undefended = fit(attackers=attackers)
-    _, defended = fit(attackers=attackers, aggregator=Median())
+    _, expected = fit(aggregator=Median(), limit_val_batches=1.0)
+    _, undefended = fit(attackers=attackers, limit_val_batches=1.0)
+    _, defended = fit(attackers=attackers, aggregator=Median(), limit_val_batches=1.0)
     losses = [float(t.callback_metrics["val/loss"]) for t in (expected, defended, undefended)]
     assert losses[1] < losses[0] + 0.3
     assert losses[2] > losses[0] + 1.0

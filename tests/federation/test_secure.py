@@ -117,7 +117,7 @@ def test_resuming_inside_a_round_gives_the_same_bits(protocol, tmp_path):
 
 @pytest.mark.parametrize("protocol", ["run", "count"])
 def test_two_processes_are_one_run(protocol):
-    two = {"max_epochs": 2, "devices": 2, "strategy": "federated"}
+    two = {"max_epochs": 2, "devices": 2}
     alone, _ = run(SecureMean(protocol=protocol), trainer={"max_epochs": 2})
     together, _ = run(SecureMean(protocol=protocol), trainer=two)
     assert torch.equal(weights(alone), weights(together))

@@ -26,7 +26,7 @@ SMALL = PoissonCohort(fraction=0.3)  # of six clients
 def run(max_epochs=3, callbacks=(), ckpt_path=None, trainer=None, **options):
     torch.manual_seed(0)
     federation = Federation(**{"seed": 4, "engine": "sequential", "local_steps": 2, **options})
-    limits = {"max_epochs": max_epochs, "limit_val_batches": 0, **(trainer or {})}
+    limits = {"max_epochs": max_epochs, **(trainer or {})}
     trainer = toy_trainer(federation, *callbacks, **limits)
     module = ToyModule()
     trainer.fit(module, datamodule=toy_data(), ckpt_path=ckpt_path)
@@ -55,7 +55,7 @@ def test_clients_that_drop_leave_enough_noise_and_runs_resume(tmp_path):
     again, resumed = run(4, ckpt_path=tmp_path / "1-end.ckpt", **options)
     assert torch.equal(weights(again), weights(module))
     assert facts(resumed) == facts(trainer)
-    two = {"devices": 2, "strategy": "federated"}
+    two = {"devices": 2}
     together, _ = run(4, trainer=two, **options)
     assert torch.equal(weights(together), weights(module))
     with pytest.raises(RoundFailure, match="the secure sum of"):

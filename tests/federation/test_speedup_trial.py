@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
-from toys import SaveEverywhere, ToyData, ToyModule, toy_trainer, weights
+from toys import SaveEverywhere, ToyData, ToyModule, validating_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation, UniformCohort
 from fl_lightning.federation.clients import choice, trial
@@ -62,7 +62,7 @@ def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, dt
         local_epochs=2,
         seed=0,
     )
-    trainer = toy_trainer(federation, *callbacks, max_epochs=2, **o)
+    trainer = validating_trainer(federation, *callbacks, max_epochs=2, **o)
     data = FederatedDataModule(Images(dtype=dtype or torch.float32), num_clients=6, seed=0)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt)
     return module, trainer
@@ -145,7 +145,7 @@ def test_auto_measures_says_and_keeps(tmp_path, caplog):
 def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch):
     expected, _ = run(Conv, "auto", None, SaveEverywhere(tmp_path))
     monkeypatch.undo()  # by itself it would choose none
-    for moment in ("0-trained", "0-end", "1-validation"):
+    for moment in ("0-trained", "0-end", "1-trained"):
         module, trainer = run(Conv, "auto", None, ckpt=tmp_path / f"{moment}.ckpt")
         assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
         assert torch.equal(weights(module), weights(expected)), moment
@@ -255,7 +255,7 @@ def test_a_compiled_step_reads_what_hooks_put_into_the_module():
         module = MixUp()
         federation = Federation(speedups=speedups, engine="sequential", local_epochs=2, seed=0)
         data = FederatedDataModule(ToyData(num_examples=120, drop_last=True), num_clients=3, seed=0)
-        toy_trainer(federation, max_epochs=2).fit(module, datamodule=data)
+        validating_trainer(federation, max_epochs=2).fit(module, datamodule=data)
         return weights(module)
 
     torch.testing.assert_close(end(["compiled"]), end(None), rtol=1e-5, atol=1e-6)

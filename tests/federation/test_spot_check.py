@@ -50,8 +50,7 @@ from fl_lightning.updates import QSGD, TopK
 def run(module, *callbacks, data=None, ckpt=None, max_epochs=3, trainer=None, **block):
     options = {"local_epochs": 2, "slots": 3, "seed": 0, "engine": "slots", "spot_check": 1.0}
     federation = Federation(**options | block)
-    limits = {"max_epochs": max_epochs, "limit_val_batches": 0, **(trainer or {})}
-    fit = toy_trainer(federation, *callbacks, **limits)
+    fit = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **(trainer or {}))
     fit.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt)
     return fit
 
@@ -197,7 +196,7 @@ class TestWhatDiffersStopsTheRun:
         spoil(monkeypatch, longer)
         module = toy()
         with pytest.raises(EnginesDiffer, match=r"round 2, client \d: .*engine:\ssequential"):
-            run(module, trainer={"devices": 2, "strategy": "federated"})
+            run(module, trainer={"devices": 2})
 
     def test_the_error_travels_between_processes(self):
         error = pickle.loads(pickle.dumps(EnginesDiffer(3, "client 3: no")))

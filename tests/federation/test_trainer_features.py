@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.utils.tensorboard import FileWriter
-from toys import ToyModule, toy_data, toy_trainer
+from toys import ToyModule, toy_data, validating_trainer
 
 from fl_lightning import (
     ClientEvaluation,
@@ -37,7 +37,7 @@ def fit(*callbacks, module=None, cohort_size=3, data=None, **options):
     module = module or ToyModule()
     cohort = UniformCohort(size=cohort_size)
     federation = Federation(cohort=cohort, seed=0)
-    trainer = toy_trainer(federation, *callbacks, **options)
+    trainer = validating_trainer(federation, *callbacks, **options)
     trainer.fit(module, datamodule=data or toy_data())
     return trainer
 

@@ -26,7 +26,7 @@ def run(updates, callbacks=(), ckpt_path=None, module=None, cohort=3, trainer=No
     module = (module or (lambda: ToyModule(dropout=0.2)))()
     options = {"local_steps": 2, "engine": "sequential", **options}
     federation = Federation(cohort=UniformCohort(size=cohort), updates=updates, **options)
-    trainer = toy_trainer(federation, *callbacks, **{"limit_val_batches": 0, **(trainer or {})})
+    trainer = toy_trainer(federation, *callbacks, **(trainer or {}))
     data = toy_data(num_clients=6, batch_size=4, drop_last=True)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module, federation
@@ -151,7 +151,7 @@ def test_resuming_goes_on_with_the_memories(way, tmp_path):
 def test_two_processes_are_one_run():
     options = {"cohort": 4, "aggregator": None}
     alone, _ = run(COMPRESSED, **options, trainer={"max_epochs": 3})
-    two = {"max_epochs": 3, "devices": 2, "strategy": "federated"}
+    two = {"max_epochs": 3, "devices": 2}
     together, _ = run(COMPRESSED, **options, trainer=two)
     assert torch.allclose(weights(alone), weights(together), atol=1e-6)
 

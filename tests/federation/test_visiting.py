@@ -14,7 +14,7 @@ from strange.rows import Source
 from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from toys import Given, ToyModule, toy_data, toy_trainer
+from toys import Given, ToyModule, toy_data, toy_trainer, validating_trainer
 
 from fl_lightning import ClientEvaluation, FederatedDataModule, Federation
 from fl_lightning.client.local_step import loss_of
@@ -314,7 +314,7 @@ class Gathers(ToyModule):
 
 def test_clients_are_no_part_of_the_modules_own_validation():
     module, evaluation = Gathers(), ClientEvaluation(every_n_rounds=1)
-    trainer = toy_trainer(Federation(seed=0), evaluation, max_epochs=2)
+    trainer = validating_trainer(Federation(seed=0), evaluation, max_epochs=2)
     trainer.fit(module, datamodule=toy_data(client_val_fraction=0.3))
     assert trainer.callback_metrics["val/batches"] == 1  # all 60 examples
     assert module.losses == []

@@ -222,7 +222,7 @@ def test_keys_that_a_site_does_not_know_are_refused(tmp_path):
         added(sites, session(active=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7), site=st.sampled_from(sorted(SITES)))
 def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
     sites = Sites(tmp_path_factory.mktemp("sums"), threshold=1 / 2)

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from sklearn import metrics as oracle
 from sklearn.cluster import KMeans as Oracle
 from torch import nn
-from toys import SaveEverywhere, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, toy_data, validating_trainer, weights
 
 from fl_lightning import ClientEvaluation, FederatedDataModule, Federation
 from fl_lightning.data import Iris, LabelShards
@@ -27,10 +27,7 @@ def whole(rows):
 def fit(module, data, *callbacks, max_epochs=3, ckpt_path=None, devices=1, **options):
     seed_everything(1, verbose=False)
     federation = Federation(**{"local_epochs": 3, "seed": 1, **options})
-    strategy = "federated" if devices > 1 else "auto"
-    trainer = toy_trainer(
-        federation, *callbacks, max_epochs=max_epochs, devices=devices, strategy=strategy
-    )
+    trainer = validating_trainer(federation, *callbacks, max_epochs=max_epochs, devices=devices)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
@@ -55,7 +52,7 @@ def test_central_training_needs_nothing_else():
     data.setup("fit")
     module = KMeans(3, 4, start="common")
     module.centroids.data.copy_(whole(data.train_set)[0][[0, 40, 80]])
-    trainer = toy_trainer(max_epochs=20, log_every_n_steps=1)
+    trainer = validating_trainer(max_epochs=20, log_every_n_steps=1)
     trainer.fit(module, datamodule=data)
     assert float(trainer.callback_metrics["val/v_measure"]) > 0.6
 
@@ -96,7 +93,7 @@ def test_scores_of_each_client(tmp_path, capsys):
     seed_everything(1, verbose=False)
     federation = Federation(aggregator=ClusterFedAvg(3), seed=1)
     logger = CSVLogger(tmp_path)
-    trainer = toy_trainer(federation, ClientEvaluation(), max_epochs=2, logger=logger)
+    trainer = validating_trainer(federation, ClientEvaluation(), max_epochs=2, logger=logger)
     trainer.fit(module, datamodule=data)
     [table] = tmp_path.rglob("clients_validation.csv")
     head, *rows = table.read_text().splitlines()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from nas.test_supernet import supernet
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from toys import LoaderData, toy_trainer
+from toys import LoaderData, validating_trainer
 
 from fl_lightning import FederatedDataModule, Federation
 from fl_lightning.nas import HardGumbel, NASBench201
@@ -28,7 +28,7 @@ def evaluated(order, num_clients=3, rule=None, batch_size=6, **options):
     source = Evaluated(DataLoader(EXAMPLES, batch_size=24))
     module = supernet(NASBench201(), rule, same_draws=True)
     data_module = FederatedDataModule(source, num_clients=num_clients, search_fraction=0.5, seed=0)
-    trainer = toy_trainer(Federation(local_steps=1, **options), max_epochs=1)
+    trainer = validating_trainer(Federation(local_steps=1, **options), max_epochs=1)
     trainer.fit(module.float(), datamodule=data_module)
     return {n: float(v) for n, v in trainer.callback_metrics.items()}
 

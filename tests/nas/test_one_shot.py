@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
-from toys import LoaderData, toy_trainer
+from toys import LoaderData, validating_trainer
 
 from fl_lightning import APFL, ConfigurationError, Ditto, FederatedDataModule, Federation
 from fl_lightning.core.seeds import torch_generator
@@ -101,7 +101,7 @@ def one_shot(space=MOBILENET, method=None, **options):
 
 
 def fitted(module, datamodule, *callbacks, rounds=2, **options):
-    trainer = toy_trainer(*callbacks, max_epochs=rounds, **options)
+    trainer = validating_trainer(*callbacks, max_epochs=rounds, **options)
     trainer.fit(module, datamodule=datamodule)
     return module
 
@@ -319,7 +319,7 @@ def test_one_client_is_the_central_run(method, doubles):
 
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_all_spaces_train_and_show_three_sizes(space):
-    trainer = toy_trainer(Federation(local_steps=1), max_epochs=1)
+    trainer = validating_trainer(Federation(local_steps=1), max_epochs=1)
     trainer.fit(one_shot(space), datamodule=data(3))
     shown = {"val/loss", "val/accuracy", "val/smallest_accuracy", "val/middle_accuracy"}
     assert shown <= trainer.callback_metrics.keys()
@@ -341,11 +341,11 @@ def test_a_run_that_goes_on_ends_in_the_same_bits(tmp_path, federated):
     whole = fitted(
         one_shot(method=Shrinking((1, 1, 1, 1), largest="frozen")), data(3), *federation(), rounds=4
     )
-    trainer = toy_trainer(*federation(), max_epochs=2)
+    trainer = validating_trainer(*federation(), max_epochs=2)
     trainer.fit(one_shot(method=Shrinking((1, 1, 1, 1), largest="frozen")), datamodule=data(3))
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     again = one_shot(method=Shrinking((1, 1, 1, 1), largest="frozen"))
-    trainer = toy_trainer(*federation(), max_epochs=4)
+    trainer = validating_trainer(*federation(), max_epochs=4)
     trainer.fit(again, datamodule=data(3), ckpt_path=tmp_path / "two.ckpt")
     assert torch.equal(weights(again), weights(whole))
 

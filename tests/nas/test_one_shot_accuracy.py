@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from test_one_shot import RESNET
-from toys import toy_trainer
+from toys import validating_trainer
 
 from fl_lightning import FederatedDataModule, Federation
 from fl_lightning.data import Digits
@@ -25,7 +25,7 @@ OPTIONS = {
 def accuracies(module, rounds=40):
     seed_everything(0, verbose=False)
     data = FederatedDataModule(Digits(seed=0, batch_size=16), num_clients=10, seed=0)
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         Federation(local_steps=4, seed=0), max_epochs=rounds, check_val_every_n_epoch=rounds
     )
     trainer.fit(module, datamodule=data)
@@ -56,7 +56,7 @@ def test_the_largest_is_as_good_as_alone(capsys):
 def test_recalibration_gains(capsys):
     module = one_shot()
     data = FederatedDataModule(Digits(seed=0, batch_size=16), num_clients=10, seed=0)
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         Federation(local_steps=4, seed=0), max_epochs=20, check_val_every_n_epoch=20
     )
     trainer.fit(module, datamodule=data)

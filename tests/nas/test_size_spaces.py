@@ -104,7 +104,7 @@ def test_too_many_to_enumerate():
         next(MobileNet().enumerate())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from([small_mobilenet(), ResNet(), small_resnet(), ViT(), small_vit(), LAYERS]),
     st.data(),
@@ -116,7 +116,7 @@ def test_strings_round_trip(space, data):
     assert space.text(choices) == str(architecture)  # idle choices are not told
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 60), st.characters(min_codepoint=33, max_codepoint=126))
 def test_a_wrong_character_is_found_or_means_another_architecture(place, character):
     right = str(TINY_RESNET.largest)

@@ -109,7 +109,7 @@ def test_schedules_that_make_no_sense(order, rounds, message):
         Shrinking(rounds, order).check(MOBILENET)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(SPACES), st.floats(0, 1.1))
 def test_nothing_can_be_added_to_the_largest_within_a_budget(space, share):
     low, high = flops(space.smallest), flops(space.largest)

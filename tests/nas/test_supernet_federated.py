@@ -6,7 +6,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from test_supernet import TwoLayers, data, vectors
 from torch.utils.data import DataLoader, TensorDataset
-from toys import LoaderData, SaveEverywhere, toy_trainer, weights
+from toys import LoaderData, SaveEverywhere, validating_trainer, weights
 
 from fl_lightning import (
     CentralDP,
@@ -72,7 +72,7 @@ def search(
     module = module or supernet()
     federation = Federation(**{"local_steps": 2, "seed": 4} | options)
     datamodule = data(singles(), 4, 5, partition=partition)
-    fitting = toy_trainer(*callbacks, federation, max_epochs=rounds, **trainer or {})
+    fitting = validating_trainer(*callbacks, federation, max_epochs=rounds, **trainer or {})
     fitting.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
     return module
 
@@ -196,7 +196,7 @@ def test_a_search_taken_up_anywhere_ends_in_the_same_bits(kind, tmp_path):
 def test_two_processes_are_one(kind):
     exact = {"aggregator": Mean(exact=True)}
     one = search(KINDS[kind](), **exact)
-    two = search(KINDS[kind](), trainer={"devices": 2, "strategy": "federated"}, **exact)
+    two = search(KINDS[kind](), trainer={"devices": 2}, **exact)
     assert torch.equal(weights(two), weights(one))
 
 
@@ -230,7 +230,7 @@ def test_clients_evaluate_the_present_architecture(tmp_path):
         seed=0,
     )
     logger = CSVLogger(tmp_path, name="run")
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         ClientEvaluation(), Federation(local_steps=1), max_epochs=1, logger=logger
     )
     trainer.fit(supernet(), datamodule=source)
@@ -285,7 +285,9 @@ def test_a_clients_own_cell_is_not_evaluated_by_statistics_of_the_global_one():
         )
         evaluation = ClientEvaluation()
         personal = Personal(parameters=["alpha", "kept_state"])
-        trainer = toy_trainer(evaluation, Federation(seed=4, personal=personal), max_epochs=1)
+        trainer = validating_trainer(
+            evaluation, Federation(seed=4, personal=personal), max_epochs=1
+        )
         trainer.fit(module, datamodule=source)
         found.append(evaluation.per_client)
     for client, values in found[0].items():
@@ -319,7 +321,7 @@ def test_a_cell_searches_in_bfloat16():
     )
     x = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     examples = TensorDataset(x, torch.arange(16) % 2)
-    trainer = toy_trainer(Federation(local_steps=1), max_epochs=1, precision="bf16-mixed")
+    trainer = validating_trainer(Federation(local_steps=1), max_epochs=1, precision="bf16-mixed")
     trainer.fit(module, datamodule=data(examples, 2, 4))
     assert torch.isfinite(weights(module)).all()
 
@@ -344,7 +346,7 @@ def test_labels_of_evaluation_data_have_no_say(over):
     for turned in (False, True):
         federations = [Federation(local_steps=2, seed=4)] if over == "clients" else []
         source = FederatedDataModule(Poisoned(turned), num_clients=4, search_fraction=0.5, seed=0)
-        trainer, module = toy_trainer(*federations, max_epochs=3), supernet(HardGumbel())
+        trainer, module = validating_trainer(*federations, max_epochs=3), supernet(HardGumbel())
         trainer.fit(module, datamodule=source)
         [result] = trainer.test(module, datamodule=source, verbose=False)
         found[turned] = alpha(module), weights(module), result["test/loss"]

@@ -103,7 +103,7 @@ def test_gaussian_closed_form():
 
 
 @given(sigma=st.floats(0.3, 20), epsilon=st.floats(0, 8))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_gaussian_delta_is_the_area_between_two_bells(sigma, epsilon):
     def excess(x):
         return max(0.0, norm.pdf(x, 1, sigma) - math.exp(epsilon) * norm.pdf(x, 0, sigma))

@@ -52,7 +52,7 @@ def test_long_runs_are_close_to_the_best(monkeypatch):
 
 
 @given(num_rounds=st.integers(1, 20), data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_sensitivity_is_the_root_of_the_number_of_turns(num_rounds, data):
     """Whatever a client sends in turns at least b rounds apart, C G moves by ≤ S √P."""
     bands = data.draw(st.integers(1, num_rounds))

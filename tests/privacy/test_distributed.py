@@ -79,7 +79,7 @@ def test_shares_add_up_to_the_noise_of_the_sum():
     step=st.floats(0.01, 2.0),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rounding_is_within_a_step_and_of_bounded_norm(delta, step, seed):
     norm = float(delta.double().norm()) + 1e-9
     whole = to_integers(delta, norm, step, NoiseSource(seed).stream())

@@ -2,7 +2,7 @@
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from toys import ToyModule, toy_data, toy_trainer
+from toys import ToyModule, toy_data, validating_trainer
 
 from fl_lightning import Federation
 from fl_lightning.callbacks.standard_callbacks import every_round_checkpoint
@@ -21,7 +21,7 @@ def fitted(best):
     module, data = ToyModule(), toy_data()
     last = every_round_checkpoint()
     last.dirpath = best.dirpath
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         Federation(seed=0), ResultsTable(waits_for_test=True), best, last, enable_checkpointing=True
     )
     trainer.fit(module, datamodule=data)
@@ -50,7 +50,9 @@ def test_another_module_is_no_round_of_a_checkpoint(fitted, best, caplog):
     trainer, module, data = fitted
     trainer.test(module, datamodule=data, ckpt_path=best.best_model_path, verbose=False)
     caplog.clear()
-    toy_trainer(ResultsTable(waits_for_test=True)).test(ToyModule(), datamodule=data, verbose=False)
+    validating_trainer(ResultsTable(waits_for_test=True)).test(
+        ToyModule(), datamodule=data, verbose=False
+    )
     assert "test: the model as it was given, without a round of this Trainer" in caplog.text
 
 
@@ -67,7 +69,7 @@ def test_saved_models_are_told_with_their_rounds_the_last_one_first(fitted, best
 
 def test_a_central_run_counts_steps(tmp_path, caplog):
     module, data = ToyModule(), toy_data()
-    trainer = toy_trainer(ResultsTable(waits_for_test=True), max_epochs=1)
+    trainer = validating_trainer(ResultsTable(waits_for_test=True), max_epochs=1)
     trainer.fit(module, datamodule=data)
     trainer.test(module, datamodule=data, verbose=False)
     assert "test: the model after optimizer step 8, the last one of this fit" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from terminal_screen import Terminal, seen
-from toys import ToyModule, toy_data, toy_trainer
+from toys import ToyModule, toy_data, validating_trainer
 
 from fl_lightning import (
     ConfigurationError,
@@ -81,7 +81,7 @@ def test_a_part_of_a_round_has_its_own_count():
     ],
 )
 def test_the_line_of_a_round_says_how_many_clients_counted(logged, said):
-    trainer = toy_trainer(max_epochs=3)
+    trainer = validating_trainer(max_epochs=3)
     for name, value in logged.items():
         trainer.callback_metrics[f"round/{name}"] = torch.tensor(float(value))
     assert round_line(trainer) == f"epoch 1/3: {said}"
@@ -105,7 +105,7 @@ def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, capl
     from lightning.pytorch.loggers import CSVLogger
 
     bar = RoundProgressBar()
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         Federation(seed=0),
         *standard_callbacks(bar, log_level="debug"),
         logger=CSVLogger(tmp_path, name="", version=""),
@@ -136,7 +136,9 @@ class Printing(ToyModule):
 @pytest.mark.parametrize("rate", [0, 1])
 def test_a_module_prints_by_lightnings_own_call(rate, capsys):
     bar = RoundProgressBar(refresh_rate=rate)
-    trainer = toy_trainer(Federation(local_steps=1), bar, enable_progress_bar=True, max_epochs=2)
+    trainer = validating_trainer(
+        Federation(local_steps=1), bar, enable_progress_bar=True, max_epochs=2
+    )
     trainer.fit(Printing(), datamodule=toy_data())
     printed = capsys.readouterr().out
     assert [printed.count(f"epoch {n} is over") for n in (0, 1)] == [1, 1]
@@ -151,7 +153,9 @@ class Careful(ToyModule):
 def test_a_log_ahead_of_the_federation_shows_warnings_of_a_second_fit(tmp_path):
     for version in range(2):
         logger = CSVLogger(tmp_path, "toy", version=version)
-        trainer = toy_trainer(RunLog(), Federation(local_steps=1), max_epochs=1, logger=logger)
+        trainer = validating_trainer(
+            RunLog(), Federation(local_steps=1), max_epochs=1, logger=logger
+        )
         trainer.fit(Careful(), datamodule=toy_data())
         said = Path(logger.log_dir, "run.log").read_text()
         assert said.count("careful") == 1
@@ -168,7 +172,7 @@ def test_a_calibration_counts_in_the_same_place(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     bar = RoundProgressBar()
-    bar.setup(toy_trainer(bar, enable_progress_bar=True), None, "fit")
+    bar.setup(validating_trainer(bar, enable_progress_bar=True), None, "fit")
     with bar.counting(bar.trainer, "Calibration", 3) as tick:
         tick()
         print("said meanwhile", file=sys.stderr)

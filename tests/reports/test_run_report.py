@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
-from toys import ToyModule, toy_data, toy_trainer
+from toys import ToyModule, toy_data, validating_trainer
 
 from fl_lightning import (
     CentralDP,
@@ -68,7 +68,7 @@ def fit(folder, *callbacks, rounds=3, cohort=None, logger=None, **options):
     cohort = cohort or UniformCohort(fraction=0.5)
     federation = Federation(cohort=cohort, local_steps=2, **options)
     logger = logger or CSVLogger(folder, "toy", version=0)
-    trainer = toy_trainer(federation, *callbacks, max_epochs=rounds, logger=logger)
+    trainer = validating_trainer(federation, *callbacks, max_epochs=rounds, logger=logger)
     data = toy_data(num_examples=90, client_val_fraction=0.3)
     trainer.fit(ToyModule(), datamodule=data)
     return trainer, folder / "toy" / "version_0"
@@ -212,7 +212,7 @@ def test_a_fit_that_is_taken_up_keeps_all_rounds(tmp_path, is_federated):
         )
         federation = [Federation(local_steps=2)] if is_federated else []
         evaluation = [ClientEvaluation(local_models=True)] if is_federated else []
-        trainer = toy_trainer(
+        trainer = validating_trainer(
             *federation,
             *evaluation,
             RunReport(page=False),
@@ -239,7 +239,7 @@ def test_a_fit_that_is_taken_up_keeps_all_rounds(tmp_path, is_federated):
 
 def test_a_central_run_has_a_report_of_epochs(tmp_path):
     logger = CSVLogger(tmp_path, "toy", version=0)
-    trainer = toy_trainer(RunReport(), max_epochs=2, logger=logger, log_every_n_steps=1)
+    trainer = validating_trainer(RunReport(), max_epochs=2, logger=logger, log_every_n_steps=1)
     trainer.fit(ToyModule(), datamodule=toy_data(num_examples=30))
     folder = tmp_path / "toy" / "version_0"
     assert [line.number for line in History.read(folder).rounds] == [1, 2]
@@ -266,7 +266,7 @@ def test_many_clients_keep_no_numbers_of_their_own(tmp_path):
 def test_a_round_has_what_others_log_of_it_wherever_the_report_is_listed(place, tmp_path):
     callbacks: list = [Federation(local_steps=1), ClientEvaluation(every_n_rounds=1)]
     callbacks.insert(place, RunReport(page=False))
-    trainer = toy_trainer(*callbacks, max_epochs=2, logger=CSVLogger(tmp_path, "toy", 0))
+    trainer = validating_trainer(*callbacks, max_epochs=2, logger=CSVLogger(tmp_path, "toy", 0))
     trainer.fit(ToyModule(), datamodule=toy_data(client_val_fraction=0.3))
     history = History.read(tmp_path / "toy" / "version_0")
     assert {*history.curve("clients/val/loss_mean")} == {*history.curve("round/seconds")} == {1, 2}
@@ -336,7 +336,7 @@ def test_what_a_test_logs_each_step_is_a_curve(tmp_path):
             self.log("test/step", float(batch_idx), on_step=True, on_epoch=False)
 
     logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
-    trainer = toy_trainer(RunReport(), logger=logger)
+    trainer = validating_trainer(RunReport(), logger=logger)
     trainer.test(Steps(), DataLoader(torch.ones(3, 1)), verbose=False)
     logger.log_metrics({"afterwards": 1.0}, step=3)  # by its own way again
     logger.experiment.close()
@@ -383,7 +383,7 @@ def test_a_round_without_validation_shows_none(is_federated, tmp_path, caplog, c
     told, bar = {}, RoundProgressBar()
     watched = EarlyStopping("val/loss", patience=99), ReportRounds("val/loss", told.setdefault)
     tellers = RunLog(), ResultsTable(), RunReport(page=is_federated)
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         *([Federation(local_steps=2)] if is_federated else []),
         *(bar, Seen(bar), *watched, *tellers),
         max_epochs=5,

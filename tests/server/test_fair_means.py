@@ -40,7 +40,7 @@ def opened(aggregator, entries=()):
     return aggregator
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(entries=clients, q=st.floats(0, 4), lr=st.floats(0.01, 1))
 def test_q_fedavg_is_the_papers_step(entries, q, lr):
     deltas = np.array([delta for delta, _, _ in entries])
@@ -53,7 +53,7 @@ def test_q_fedavg_is_the_papers_step(entries, q, lr):
     np.testing.assert_allclose(found, numerator / denominator, rtol=1e-3, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(entries=clients, by_examples=st.booleans())
 @pytest.mark.parametrize("make", [lambda w: QFedAvg(0.0, 0.1, w), lambda w: TiltedMean(0.0, w)])
 def test_switched_off_they_are_the_mean_bit_for_bit(make, entries, by_examples):
@@ -61,7 +61,7 @@ def test_switched_off_they_are_the_mean_bit_for_bit(make, entries, by_examples):
     assert torch.equal(found, opened(Mean(by_examples), entries).close())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(entries=clients, tilt=st.floats(0, 3))
 def test_the_tilted_mean_by_numpy(entries, tilt):
     deltas, losses, counts = (np.array(part) for part in zip(*entries, strict=True))
@@ -110,7 +110,7 @@ def test_a_huge_loss_takes_the_whole_weight(loss):
 
 
 vectors = st.lists(st.floats(-3, 3), min_size=1, max_size=6).map(np.array)
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 
 
 @few

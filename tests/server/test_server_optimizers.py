@@ -55,7 +55,7 @@ def recursion(kind, deltas, lr, beta1, beta2, tau):
     return x
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(deltas=deltas, beta1=st.floats(0, 0.95), beta2=st.floats(0.5, 0.999))
 @pytest.mark.parametrize("kind", [FedAdagrad, FedAdam, FedYogi])
 def test_any_rounds_are_the_papers(kind, deltas, beta1, beta2):
@@ -69,7 +69,7 @@ def test_any_rounds_are_the_papers(kind, deltas, beta1, beta2):
     np.testing.assert_allclose(server.model.params.numpy(), expected, rtol=1e-3, atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(deltas=deltas)
 def test_lion_moves_by_its_rate_whatever_the_scale(deltas):
     kind = make(FedLion, lr=0.25, weight_decay=0.0)

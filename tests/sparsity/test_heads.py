@@ -46,7 +46,7 @@ def test_logistic_regression_is_scikit_learns(strength, has_bias):
         )
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.integers(0, 400), max_size=5))
 @pytest.mark.parametrize("fit", [RidgeHead(), LinearHead(regularisation=5.0, max_iterations=15)])
 def test_the_division_of_the_examples_does_not_matter(fit, cuts):

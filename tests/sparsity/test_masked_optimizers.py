@@ -75,7 +75,6 @@ def same_bits(params, others):
     return all(torch.equal(bits(a), bits(b)) for a, b in zip(params, others, strict=True))
 
 
-@settings(deadline=None)  # the first step of all imports half of torch
 @given(
     optimizers,
     st.sampled_from(KERNELS),
@@ -96,7 +95,6 @@ def test_without_frozen_entries_it_is_the_dense_optimizer(which, kernel, dtype, 
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-@settings(deadline=None)  # the first step of all imports half of torch
 @given(
     optimizers,
     st.sampled_from(KERNELS),
@@ -231,7 +229,7 @@ def test_state_of_a_dense_optimizer_is_cut_to_the_masks(make, density):
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_new_mask_keeps_the_momentum_of_entries_that_stay(first, second, seed):
     param = nn.Parameter(torch.zeros(60))
     old, new = masks_of([(60,)] * 2, 1, seed)
@@ -403,7 +401,6 @@ def test_no_gradient_where_nothing_may_move():
         freeze_masked(module, {"2.weight": torch.zeros(1, dtype=torch.bool)})
 
 
-@settings(deadline=None)
 @given(st.integers(0, 30), st.floats(0, 1), st.integers(0, 99))
 def test_a_mask_and_its_indices(size, density, seed):
     mask = masks_of([(size,)], density, seed)[0]

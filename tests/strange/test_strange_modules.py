@@ -61,7 +61,7 @@ def run(row, engine, dtype=torch.float32, devices=1, cohort=None, rounds=ROUNDS)
     federation = Federation(
         engine=engine, local_epochs=row.local_epochs, seed=0, cohort=cohort, slots=3
     )
-    several = {"devices": devices, "strategy": "federated"} if devices > 1 else {}
+    several = {"devices": devices} if devices > 1 else {}
     options = {"precision": PRECISIONS[dtype], **row.trainer, **several}
     module = new_module(row)
     with warnings.catch_warnings(record=True) as caught:

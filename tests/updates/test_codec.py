@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forged import DIGEST, changed, parts, with_header
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from updates.payloads import (
     SPACE,
@@ -51,7 +51,6 @@ def gap_bytes(sparse):
 
 
 class TestRoundTrip:
-    @settings(deadline=None)
     @given(data=st.data(), size=st.integers(0, 300))
     def test_every_payload_arrives_bit_for_bit_and_its_size_is_known(self, data, size):
         sent = message(data.draw(payloads(size)), data.draw(payloads(size % 7)))
@@ -153,7 +152,6 @@ class TestSizes:
         entropy = -size * (share * np.log2(share)).sum() / 8
         assert taken <= 1.04 * entropy + 1
 
-    @settings(deadline=None)
     @given(indices=st.sets(st.integers(0, 9999), min_size=1))
     def test_any_indices_are_within_their_bound(self, indices):
         sparse = Sparse(torch.tensor(sorted(indices)), Dense(torch.ones(len(indices))), 10_000)

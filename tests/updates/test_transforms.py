@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from updates.payloads import agreement, assert_same, message
 
@@ -106,7 +106,6 @@ def test_zeros_and_constants_stay_finite(transform):
 
 
 class TestTopK:
-    @settings(deadline=None)
     @given(values=vectors, fraction=st.floats(0.01, 0.99))
     def test_nothing_left_out_is_larger(self, values, fraction):
         arrived = received(TopK(fraction), values)
@@ -123,7 +122,6 @@ class TestTopK:
 
 
 class TestAffine:
-    @settings(deadline=None)
     @given(values=vectors, bits=st.integers(1, 8), block=st.none() | st.integers(1, 9))
     def test_the_error_is_at_most_half_a_step(self, values, bits, block):
         payload = Affine(bits, block).on_client(Dense(values), seed=0)
@@ -230,7 +228,6 @@ class TestSign:
         values = torch.tensor([1.0, -3.0, 2.0, 0.0, -0.5])
         assert received(Sign(block=2), values).tolist() == [2.0, -2.0, 1.0, 1.0, -0.5]
 
-    @settings(deadline=None)
     @given(values=vectors.filter(len))
     def test_it_contracts(self, values):
         """Karimireddy et al., Lemma 8: |T(x) - x|² = (1 - |x|₁² / (d |x|²)) |x|²."""

@@ -43,7 +43,7 @@ RULES = [
     NearestNeighbourMixing(GeometricMedian(), 2),
 ]
 PULLED_TO_ZERO = (CentredClipping, NormBounding)  # not equivariant under shifts
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=12)
 numbers = st.floats(-100, 100, width=32)
 rounds = st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=11, max_size=13)
 
@@ -118,7 +118,7 @@ def nearest_to_the_median(column, count):
     return column[order[:count]].mean()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.integers(3, 14).flatmap(
         lambda n: st.lists(
