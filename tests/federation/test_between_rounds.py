@@ -8,7 +8,7 @@ import torchmetrics
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
-from toys import SaveOnException, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveOnException, ToyModule, toy_data, validating_trainer, weights
 
 from fl_lightning import (
     ClientEvaluation,
@@ -36,7 +36,7 @@ class Interrupted(ToyModule):
 
 
 def fit(module, *callbacks, ckpt_path=None, data=None, max_epochs=2, **options):
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         *(Federation(**{"local_steps": 2, "seed": 3, **options}), *callbacks),
         max_epochs=max_epochs,
     )
@@ -106,7 +106,7 @@ def test_changes_that_hooks_make_between_rounds_are_kept(precision):
                 assert self.net[0].weight.abs().max().item() == self.largest
 
     module = Changes()
-    toy_trainer(Federation(seed=0), precision=precision).fit(module, datamodule=toy_data())
+    validating_trainer(Federation(seed=0), precision=precision).fit(module, datamodule=toy_data())
     assert module.temperature == 0.125
 
 

@@ -248,7 +248,7 @@ def test_a_step_of_an_inner_optimizer_is_one_of_the_outer(correction):
 def test_what_takes_one_gradient_per_step_says_so():
     private = ExampleDP(noise_multiplier=1.0, clip_norm=1.0)
     with pytest.raises(ConfigurationError, match="the step of SAM asks for a closure"):
-        fit(new(Sharp), privacy=private)
+        fit(new(Sharp, SAM), privacy=private)
     with pytest.raises(ConfigurationError, match="evaluates its closure several times"):
         fit(new(Sharp), personal=APFL())
 
