@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import typed
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import Federation
@@ -76,7 +75,7 @@ def test_a_killed_runs_folder_is_removed_by_the_next_and_a_living_ones_is_not(tm
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, tempfile
 from lightning.pytorch import Callback
 from toys import ToyModule, toy_data, toy_trainer
 from fl_lightning import Federation
@@ -91,6 +90,7 @@ class Saves(Callback):
     def on_train_start(self, trainer, module):
         AtomicCheckpointIO().save_checkpoint({"half": Killed()}, sys.argv[1] + "/best.ckpt")
 
+tempfile.tempdir = sys.argv[2]
 trainer = toy_trainer(Federation(), Saves(), devices=2, max_epochs=1)
 trainer.fit(ToyModule(), datamodule=toy_data())
 """
@@ -99,11 +99,13 @@ trainer.fit(ToyModule(), datamodule=toy_data())
 def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path, monkeypatch):
     scratch, checkpoints = tmp_path / "scratch", tmp_path / "checkpoints"
     scratch.mkdir()
-    tests = str(Path(__file__).parents[1])
-    environment = os.environ | {"TMPDIR": str(scratch), "PYTHONPATH": tests}
-    command = (sys.executable, "-W", "ignore", "-c", KILLED, str(checkpoints))
-    ended = subprocess.run(command, env=environment, timeout=120, capture_output=True, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
+    (tmp_path / "killed.py").write_text(KILLED)
+    words = ["python", str(tmp_path / "killed.py"), str(checkpoints), str(scratch)]
+    tests = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    said = [tmp_path / "out.txt", tmp_path / "err.txt"]
+    process = typed.start(words, tmp_path, os.environ | tests, said)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, said[1].read_text()[-2000:]
     assert len(list(scratch.glob("fl_lightning_*"))) == 1
     assert {path.suffix for path in checkpoints.iterdir()} == {".unfinished"}
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
