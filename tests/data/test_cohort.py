@@ -77,13 +77,6 @@ class TestUniformCohort:
         assert size >= 1
         assert abs(size - fraction * num_clients) <= (0.5 if size > 1 else 1)
 
-    def test_all_of_them(self):
-        expected = AllClients().sample(0, population(9), 0).tolist()
-        assert expected == list(range(9))
-        everybody = UniformCohort(size=9), UniformCohort(fraction=1.0), PoissonCohort(fraction=1.0)
-        for sampler in everybody:
-            assert sampler.sample(3, population(9), 0).tolist() == expected
-
     def test_every_client_is_as_likely(self):
         draws = [UniformCohort(size=5).sample(r, population(20), 0) for r in range(2000)]
         counts = np.bincount(np.concatenate(draws), minlength=20)
