@@ -72,11 +72,11 @@ def test_slots_move_them_alike(name):
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
 def test_fednova_with_local_momentum(engine):
     expected = [1.29298146, 1.03677549, 1.08754304]
-    rounds = 200 if engine == "sequential" else 3
+    rounds = 30 if engine == "sequential" else 3
     module = Quadratic(momentum=0.9)
     values, _ = trajectory((2, 10), rounds=rounds, module=module, engine=engine, **NOVA)
     assert values[:3] == pytest.approx(expected, abs=5e-9)
-    if rounds == 200:
+    if rounds == 30:
         assert values[-1] == pytest.approx(1.07914705, abs=5e-9)
 
 
