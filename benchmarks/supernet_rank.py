@@ -25,7 +25,6 @@ from torch.nn import functional
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data import ImageFolder
 from fl_lightning.nas import NASBench201, SinglePath
-from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency_measurement import rank_correlation
 from fl_lightning.nas.relaxation import weights_of
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
@@ -100,7 +99,7 @@ class Ranked:
 
     def sizes(self, cells: list[Architecture]) -> dict[str, dict[Architecture, float]]:
         """Return each cell's cost."""
-        costs = {c: cost.of(SPACE, c, side=self.image_size, **self.shape) for c in cells}
+        costs = {c: SPACE.cost(c, side=self.image_size, **self.shape) for c in cells}
         return {
             "flops": {cell: float(one.flops) for cell, one in costs.items()},
             "params": {cell: float(one.params) for cell, one in costs.items()},

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ import torch
 
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import NASBench201
-from fl_lightning.nas.cost import cost
 from fl_lightning.nas.search.proxies import PROXIES, MeanRank, ProxyScore, folder_batch
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
-from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.space import Architecture, Networks
 
 SPACE = NASBench201()
-_SHAPE = {"num_classes": 10, "in_channels": 3, "channels": 8, "cells": 1}
-_SIDE, _REPEATS = 16, 2000
+NETWORKS = Networks(SPACE, 16, {"num_classes": 10, "in_channels": 3, "channels": 8, "cells": 1})
+_REPEATS = 2000
 
 
 def main() -> None:
@@ -45,16 +43,14 @@ def main() -> None:
     cells = list(dict.fromkeys(SPACE.sample(generator) for _ in range(args.num)))
     truth = NASBench201Table.read(args.table)
     accuracies = torch.tensor([truth.lookup(cell)["cifar10"] for cell in cells])
-    size = {"side": _SIDE, "in_channels": 3, "num_classes": 10, "seed": args.seed}
-    images, labels = folder_batch(Path(args.root) / "train", 32, **size)
-    build = partial(SPACE.build, num_classes=10, in_channels=3, channels=8, cells=1)
+    batch = folder_batch(Path(args.root) / "train", 32, NETWORKS, args.seed)
 
     def sizes(measure: str) -> Callable[[Architecture], float]:
-        return lambda cell: float(getattr(cost.of(SPACE, cell, side=_SIDE, **_SHAPE), measure))
+        return lambda cell: float(getattr(NETWORKS.cost(cell), measure))
 
     scores: dict[str, Any] = {name: sizes(name) for name in ("params", "flops")}
     for name in args.scores:
-        scores[name] = ProxyScore(PROXIES[name], build, images, labels, seed=args.seed)
+        scores[name] = ProxyScore(PROXIES[name], NETWORKS, *batch, seed=args.seed)
     both = [scores["params"], scores[args.scores[0]]]
     scores[f"params+{args.scores[0]}"] = MeanRank(both, SPACE, seed=args.seed)
     scores["none"] = lambda cell: 0.0

@@ -5,7 +5,6 @@ The options that name the networks, and the check that a result can be saved, al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +18,7 @@ from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.cost.latency_measurement import TimingPlan, measure_latency
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.named import NAMES, named_space
-from fl_lightning.nas.spaces.space import SearchSpace
+from fl_lightning.nas.spaces.space import Networks
 from fl_lightning.reports.screen import StatusLines
 
 # a table with a larger relative error, or a smaller rank correlation, is of little use for a constraint
@@ -56,9 +55,7 @@ def latency(given: Any) -> None:
         raise ConfigurationError(f"out: {out} cannot be written: there is no folder {out.parent}")
     check_writable("out", out)
     table = measure_latency(
-        networks.space,
-        side=networks.side,
-        options=networks.options,
+        networks,
         device=_device(given.device),
         batch_size=given.batch_size,
         calibration=given.calibration,
@@ -113,21 +110,6 @@ def show_progress(text: str) -> None:
         _PROGRESS.close(text)
     else:
         _PROGRESS.show(text)
-
-
-@dataclass(frozen=True)
-class Networks:
-    """The networks whose latency is measured.
-
-    Attributes:
-        space: of the networks.
-        side: of the images, in pixels.
-        options: of the space's `build`.
-    """
-
-    space: SearchSpace
-    side: int
-    options: dict[str, Any]
 
 
 def add_networks(parser: ArgumentParser, *, required: bool = True) -> None:

@@ -2,10 +2,10 @@
 
 from fl_lightning.core.kinds import exports
 from fl_lightning.nas.alpha_gradients import Gradient as Gradient
+from fl_lightning.nas.alpha_gradients import LinearPenalty as LinearPenalty
+from fl_lightning.nas.alpha_gradients import LogPenalty as LogPenalty
 from fl_lightning.nas.alpha_gradients import Reward as Reward
 from fl_lightning.nas.collapse import StopAtCollapse as StopAtCollapse
-from fl_lightning.nas.cost.cost import LinearPenalty as LinearPenalty
-from fl_lightning.nas.cost.cost import LogPenalty as LogPenalty
 from fl_lightning.nas.mixture import ZeroCostStart as ZeroCostStart
 from fl_lightning.nas.network import Network as Network
 from fl_lightning.nas.one_shot import OneShot as OneShot

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import derive_seed, torch_generator
-from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward, Tensors
-from fl_lightning.nas.cost.cost import CostTable, Penalty, cost_table
-from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
+from fl_lightning.nas.alpha_gradients import AlphaGradient, Penalty, Reward, Tensors
+from fl_lightning.nas.cost.latency import latency_of_search
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
     MixedEdge,
@@ -37,9 +36,9 @@ from fl_lightning.nas.relaxation import (
 from fl_lightning.nas.sampled_paths import BinaryGates
 from fl_lightning.nas.search.proxies import PROXIES, noise_batch
 from fl_lightning.nas.shared_weights import Batch, SharedWeights
-from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.cells import CellSpace, RowCosts, cost_table
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
-from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.space import Architecture, Networks
 from fl_lightning.nas.sub_networks.evaluation import batch_norms, training_accuracies
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.server.server import as_aggregator
@@ -107,17 +106,15 @@ class CellMixture(SharedWeights):
     """LightningModule of all architectures of a space of cells; a subclass trains it.
 
     Args:
-        space: space of the architectures.
-        rule: rule of relaxation.
-        measure: name of a cost, or path of a latency file, see `expected_measure`.
-        alpha_held: whether networks run at α = 0, whatever α is.
-        alpha_start: zero-cost start of α; random numbers of standard deviation 0.001 if None.
+        networks: networks of the space of the search.
+        rule: rule of relaxation; this and the next three are arguments of `Supernet`.
         options: arguments of `SharedWeights`.
 
     Attributes:
         alpha: logits of the operations, shape (num_rows, num_operations).
         beta: logits of the edges, shape (num_rows,), for PC-DARTS; None for other rules.
         chosen: architecture that was chosen by other means than α; None if α selects it.
+        latency: latency table that the penalty uses; None if it uses a counted cost.
         started_from: architecture of the zero-cost start; None for a random start.
 
     Raises:
@@ -126,17 +123,20 @@ class CellMixture(SharedWeights):
 
     def __init__(
         self,
-        space: CellSpace,
+        networks: Networks,
         rule: Relaxation,
         measure: str,
         alpha_held: bool,
         alpha_start: ZeroCostStart | None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self.space, self.rule, self.alpha_held = space, rule, alpha_held
-        self.measure = expected_measure(measure, space, self.image_size, self.shape)
-        self.network = space.network(rule.edge, affine=False, **self.shape)
+        super().__init__(networks=networks, **options)
+        space: Any = networks.space
+        self.space: CellSpace = space
+        self.rule, self.alpha_held = rule, alpha_held
+        self.latency = latency_of_search(measure, networks)
+        self._measure = measure if self.latency is None else "latency_ms"
+        self.network = space.network(rule.edge, affine=False, **networks.shape)
         for _, norm in batch_norms(self.network):
             norm.track_running_stats = False
             norm.running_mean = norm.running_var = norm.num_batches_tracked = None
@@ -160,9 +160,8 @@ class CellMixture(SharedWeights):
             )
         with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw from the global one
             torch.manual_seed(derive_seed(self.seed, "proxy weights"))
-            fresh = self.space.network(self.rule.edge, affine=False, **self.shape)
-        sizes = {name: self.shape[name] for name in ("in_channels", "num_classes")}
-        batch = noise_batch(32, side=self.image_size, seed=self.seed, **sizes)
+            fresh = self.space.network(self.rule.edge, affine=False, **self.networks.shape)
+        batch = noise_batch(32, self.networks, self.seed)
         return start.alpha(fresh, self.space, *batch)
 
     @property
@@ -193,9 +192,10 @@ class CellMixture(SharedWeights):
         return self.space.masked(self.alpha.detach()).softmax(1)
 
     @cached_property
-    def costs(self) -> CostTable:
-        """Cost of each operation on each edge of a network of this shape."""
-        return cost_table(self.space, side=self.image_size, **self.shape)
+    def costs(self) -> dict[str, RowCosts]:
+        """Costs of networks of this shape by measure; with a latency file also ``latency_ms``."""
+        timed = {} if self.latency is None else {"latency_ms": self.latency.rows}
+        return {**cost_table(self.networks), **timed}
 
     @property
     def shown(self) -> dict[str, EdgeWeights]:
@@ -228,9 +228,7 @@ class CellMixture(SharedWeights):
     def expected_cost(self, alphas: Tensors) -> Tensor:
         """Expected cost of an architecture drawn by softmax(α), a scalar."""
         shares = self.space.masked(alphas["alpha"]).softmax(1)
-        if isinstance(self.measure, LatencyTable):
-            return self.measure.expected(shares)
-        return self.costs.expected(shares, self.measure)
+        return self.costs[self._measure].expected(shares)
 
     def choose_best(self, count: int) -> float | None:
         """Draw architectures by α and keep the most accurate as `chosen`; all processes call this.
@@ -285,6 +283,10 @@ class CellMixture(SharedWeights):
             torch.equal(known[key], tensor.detach()) for key, tensor in now.items()
         )
         return super().normalised(name) if is_measured else nullcontext()
+
+    def on_predict_epoch_start(self) -> None:
+        """Recompute the batch norm statistics before predictions: a search keeps no running ones."""
+        self.recalibrate()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes) of the current architecture."""

@@ -27,7 +27,7 @@ from fl_lightning.nas.spaces import subnetwork
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.named import description
 from fl_lightning.nas.spaces.sizes import SizeSpace
-from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.space import Architecture, Networks
 
 
 @final
@@ -202,9 +202,8 @@ _ONLY_WHILE_SEARCHING = {"alpha", "beta", "kept_state", "baseline"}  # names in 
 
 def retraining(
     architecture: Architecture,
-    shape: Mapping[str, Any],
+    networks: Networks,
     *,
-    image_size: int,
     weights: str | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -212,23 +211,22 @@ def retraining(
 
     Args:
         architecture: the architecture.
-        shape: further arguments of `Network`: num_classes, in_channels, for cells channels and cells.
-        image_size: height and width of the images, in pixels.
+        networks: networks of the architecture's space, in the shape to train.
         weights: path of a checkpoint to start from; random weights if None.
         run: configuration of the search; None if there is none.
     """
     network = {
         "space": description(architecture.space),
         "architecture": str(architecture),
-        **shape,
+        **networks.shape,
         **({} if weights is None else {"weights": weights}),
     }
     searched = ((run or {}).get("model") or {}).get("init_args") or {}
     model = {
         "network": {"class_path": NETWORK, "init_args": network},
-        "num_classes": shape["num_classes"],
-        "in_chans": shape["in_channels"],
-        "image_size": image_size,
+        "num_classes": networks.shape["num_classes"],
+        "in_chans": networks.shape["in_channels"],
+        "image_size": networks.side,
         **(_NO_NAMED_NETWORK if run is None else {}),
         "optimizer": _PLAIN_SGD,
         **{key: searched[key] for key in _OF_MODEL if searched.get(key) is not None},

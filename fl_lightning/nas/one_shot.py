@@ -34,8 +34,8 @@ from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.shared_weights import Batch, SharedWeights, accuracy, check_image_size
 from fl_lightning.nas.spaces.elastic import Repeat
 from fl_lightning.nas.spaces.sizes import SizeSpace
-from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.nas.sub_networks.capability import Capability, CostOf
+from fl_lightning.nas.spaces.space import Architecture, Networks
+from fl_lightning.nas.sub_networks.capability import Capability
 from fl_lightning.nas.sub_networks.evaluation import apply_sums, batch_norms, has_statistics
 from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step
 from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
@@ -115,8 +115,9 @@ class OneShot(SharedWeights):
         seed: int | None = None,
     ) -> None:
         super().__init__(
-            shape={"num_classes": num_classes, "in_channels": in_channels},
-            image_size=image_size,
+            networks=Networks(
+                space, image_size, {"num_classes": num_classes, "in_channels": in_channels}
+            ),
             schedule=schedule,
             recalibration_examples=recalibration_examples,
             seed=seed,
@@ -128,7 +129,7 @@ class OneShot(SharedWeights):
         )
         self.space, self.method = space, method or Sandwich()
         self.method.check(space)
-        self.network = space.supernet(**self.shape)
+        self.network = space.supernet(**self.networks.shape)
         for _, norm in batch_norms(self.network):
             norm.momentum = 0.0  # running statistics do not change in training
         self._branches = residual_branches(self.network)
@@ -140,7 +141,6 @@ class OneShot(SharedWeights):
             )
         for norm in norms if zero_gamma else ():
             nn.init.zeros_(norm.weight)
-        self.costs = CostOf("flops", image_size, in_channels, num_classes)
         self.capability = capability
         self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
         self._drop_connect, self._decay_weights_only = drop_connect, decay_weights_only
@@ -192,7 +192,7 @@ class OneShot(SharedWeights):
             num_rounds=max(0, self.trainer.max_epochs or 0),
             generator=self._generator(client, int(batch_idx)),
             seed=self.seed,
-            cost=self.costs,
+            networks=self.networks,
             logits=lambda architecture: self(images, architecture),
             labels_loss=labels_loss,
             whole=whole,
@@ -243,7 +243,7 @@ class OneShot(SharedWeights):
             raise ConfigurationError(
                 "OneShot learns from all training examples: leave data.search_fraction at 0"
             )
-        check_image_size(self.image_size, batch[0])
+        check_image_size(self.networks.side, batch[0])
         return batch  # type: ignore[no-any-return]
 
     # Evaluation.

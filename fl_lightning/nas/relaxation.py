@@ -32,7 +32,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
-from fl_lightning.nas.spaces.cells import Candidate
+from fl_lightning.nas.spaces.cells import Candidate, WeighedEdge
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,13 @@ class EdgeWeights:
     edges: Tensor | None = None
 
 
-class MixedEdge(nn.Module):
+class MixedEdge(WeighedEdge):
     """Edge with all candidate operations, weighted by a rule; a step runs only the needed ones."""
 
     def __init__(self, row: int, operations: Sequence[nn.Module]) -> None:
         super().__init__()
         self.row = row
         self.operations = nn.ModuleList(operations)
-        self.weights: EdgeWeights | None = None  # for networks that do not pass them on
 
     def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
         """Return Σ_o h[row, o] · o(x).
@@ -240,7 +239,7 @@ def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
     return grouped.transpose(1, 2).reshape(x.shape)
 
 
-class PartialEdge(nn.Module):
+class PartialEdge(WeighedEdge):
     """Edge that runs a mixed edge on the first 1/K of the channels, and passes the rest."""
 
     def __init__(self, mixed: MixedEdge, part: int, stride: int) -> None:
@@ -249,6 +248,7 @@ class PartialEdge(nn.Module):
 
     def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
         """Return the shuffled channels, times the factor of the edge if there is one."""
+        weights = weights or self.weights
         active = x.shape[1] // self._part
         y = self.mixed(x[:, :active], weights)
         if self._part > 1:

@@ -34,7 +34,6 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, run_folder
 from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
-from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.mixture import protector
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.spaces.cells import CellSpace
@@ -115,13 +114,6 @@ class SearchReport(Callback):
             rounds = range(trainer.max_epochs or 0)
             _check_reach(module, per_round * sum(map(module.moves_alpha, rounds)), len(rounds))
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recompute the batch norm statistics before an evaluation or predictions."""
-        module: Any = pl_module
-        module.recalibrate()
-
-    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
-
     def on_train_batch_end(
         self,
         trainer: Trainer,
@@ -138,12 +130,12 @@ class SearchReport(Callback):
         self._shares[trainer.current_epoch + 1] = shares.cpu()
         values = {
             "search/entropy": _entropy(shares),
-            "search/expected_flops": module.costs.expected(shares, "flops"),
+            "search/expected_flops": module.costs["flops"].expected(shares),
         }
         if not math.isnan(self._signal.to_noise):
             values["search/signal_to_noise"] = torch.tensor(self._signal.to_noise)
-        if isinstance(module.measure, LatencyTable):
-            values["search/expected_latency_ms"] = module.measure.expected(shares)
+        if module.latency is not None:
+            values["search/expected_latency_ms"] = module.costs["latency_ms"].expected(shares)
         if module.table is not None:
             truth = module.table.lookup(module.architecture)
             values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
@@ -198,19 +190,17 @@ class SearchReport(Callback):
         module: Any = pl_module
         folder = Path(run_folder(trainer))
         found = module.architecture
-        cost = module.costs.of(module.space.operations_of(found))
+        cost = module.networks.cost(found)
         verdict = self._verdict(module, max(trainer.current_epoch - 1, 0))
         facts = [f"{cost.flops:,} multiply-adds, {cost.params:,} parameters"]
-        if isinstance(module.measure, LatencyTable):
-            facts.append(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
+        if module.latency is not None:
+            facts.append(f"{module.latency.milliseconds(found):.3g} ms on {module.latency}")
         for line in (verdict, *facts):
             rank_zero_info(line)
         if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder.mkdir(parents=True, exist_ok=True)
-        content = retraining(
-            found, module.shape, image_size=module.image_size, run=_configuration(folder)
-        )
+        content = retraining(found, module.networks, run=_configuration(folder))
         network = content["model"]["init_args"]["network"]["init_args"]
         _write(folder / "architecture.yaml", network)
         _write(folder / "retrain.yaml", content)
@@ -233,7 +223,7 @@ class SearchReport(Callback):
             for number, (name, values) in enumerate(zip(space.operations, means, strict=True))
         ]
         entropy = [float(_entropy(shares)) for shares in over]
-        flops = [float(module.costs.expected(shares, "flops")) for shares in over]
+        flops = [float(module.costs["flops"].expected(shares)) for shares in over]
         panels = {
             "probabilities after the last round": _map(space, last),
             "mean probability over edges": curves(lines, from_zero=True),

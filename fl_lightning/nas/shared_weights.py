@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.models.schedule import Schedule
+from fl_lightning.nas.spaces.space import Networks
 from fl_lightning.nas.sub_networks.evaluation import (
     Sums,
     has_statistics,
@@ -38,8 +39,7 @@ class SharedWeights(LightningModule):
     """LightningModule of shared weights with its evaluation; subclasses define `network` and `shown`.
 
     Args:
-        shape: arguments of the network besides its architecture: num_classes, at least 2, in_channels, ….
-        image_size: height and width of the images in pixels, for costs.
+        networks: networks that share the weights, of at least 2 classes.
         schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
         recalibration_examples: number of training examples, over all clients, for the batch norm
             statistics of an evaluation, at least 2; None for all.
@@ -56,23 +56,22 @@ class SharedWeights(LightningModule):
     def __init__(
         self,
         *,
-        shape: dict[str, int],
-        image_size: int,
+        networks: Networks,
         schedule: Schedule | None,
         recalibration_examples: int | None,
         seed: int | None,
         ranges: Mapping[str, tuple[float | None, str]],
     ) -> None:
         every: dict[str, tuple[float | None, str]] = {
-            **{name: (number, "at least 1") for name, number in shape.items()},
-            "num_classes": (shape["num_classes"], "at least 2"),
-            "image_size": (image_size, "at least 1 pixel"),
+            **{name: (number, "at least 1") for name, number in networks.shape.items()},
+            "num_classes": (networks.shape["num_classes"], "at least 2"),
+            "image_size": (networks.side, "at least 1 pixel"),
             "recalibration_examples": (recalibration_examples, "at least 2"),
             **ranges,
         }
         raise_together(*(partial(check_range, name, *given) for name, given in every.items()))
         super().__init__()
-        self.shape, self.image_size = shape, image_size
+        self.networks = networks
         self.schedule, self.recalibration_examples = schedule or Schedule(), recalibration_examples
         self.seed = run_seed(seed)
         self._sums: dict[str, Sums] = {}
@@ -98,7 +97,13 @@ class SharedWeights(LightningModule):
         Raises:
             ConfigurationError: if the batch does not fit the network.
         """
-        _check_labels(self.shape["num_classes"], self.checked(batch)[1])
+        _check_labels(self.networks.shape["num_classes"], self.checked(batch)[1])
+
+    def on_validation_epoch_start(self) -> None:
+        """Recompute the batch norm statistics before an evaluation."""
+        self.recalibrate()
+
+    on_test_epoch_start = on_validation_epoch_start
 
     def recalibrate(self) -> None:
         """Recompute the batch norm statistics of the `shown` networks; all processes call this."""

@@ -37,6 +37,7 @@ from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import (
     AlphaGradient,
     Gradient,
+    Penalty,
     Reward,
     Tensors,
     WeightStep,
@@ -53,7 +54,6 @@ from fl_lightning.nas.alpha_optimizer import (
     num_kept,
     recall,
 )
-from fl_lightning.nas.cost.cost import Penalty
 from fl_lightning.nas.mixture import CellMixture, ZeroCostStart, check_rule
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
@@ -66,6 +66,7 @@ from fl_lightning.nas.report import SearchReport
 from fl_lightning.nas.shared_weights import Batch, accuracy, check_image_size
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
+from fl_lightning.nas.spaces.space import Networks
 
 Place = Literal["server", "clients", "none"]
 WarmUp = Literal["rule", "all"]
@@ -174,19 +175,13 @@ class Supernet(CellMixture):
     ) -> None:
         rule, self._learn, self._penalty = rule or Softmax(), learn or Gradient(), penalty
         check_rule(rule, space, self._learn, penalty, alpha_draws, table)
+        shape = {"num_classes": num_classes, "in_channels": in_channels}
         super().__init__(
-            space,
+            Networks(space, image_size, {**shape, "channels": channels, "cells": cells}),
             rule,
             measure,
             alpha_held,
             alpha_start,
-            shape={
-                "num_classes": num_classes,
-                "in_channels": in_channels,
-                "channels": channels,
-                "cells": cells,
-            },
-            image_size=image_size,
             schedule=schedule,
             recalibration_examples=recalibration_examples,
             seed=seed,
@@ -257,7 +252,7 @@ class Supernet(CellMixture):
                 "architecture: wrap the data in fl_lightning.FederatedDataModule (num_clients: 1 in a "
                 "central run) and set its search_fraction, e.g. to 0.5"
             )
-        check_image_size(self.image_size, batch["train"][0])
+        check_image_size(self.networks.side, batch["train"][0])
         return batch["train"]  # type: ignore[no-any-return]
 
     def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:

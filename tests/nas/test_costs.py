@@ -10,14 +10,14 @@ from readme import ROOT
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost import cost
-from fl_lightning.nas.cost.cost import cost_table
-from fl_lightning.nas.cost.count import Cost, count
+from fl_lightning.nas.cost.count import MEASURES, Cost, count
+from fl_lightning.nas.spaces.cells import cost_table
 from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
-from fl_lightning.nas.spaces.space import Decision, SearchSpace
+from fl_lightning.nas.spaces.space import Decision, Networks, SearchSpace
 
 SPACE = NASBench201()
+SHAPE = {"in_channels": 3, "num_classes": 10}
 NASLIB = ROOT.parent / "shared" / "data" / "nasbench201_flops_params_725.json"
 
 
@@ -49,7 +49,7 @@ def test_costs_are_those_of_a_network_that_is_built(number):
     classes, side = [(10, 32), (100, 32), (120, 16)][number % 3]
     network = SPACE.build(cell, num_classes=classes)
     expected = hooked(network, torch.zeros(1, 3, side, side))
-    ours = cost.of(SPACE, cell, side=side, num_classes=classes)
+    ours = SPACE.cost(cell, side=side, num_classes=classes)
     assert (ours.flops, ours.params) == expected
     assert ours == count(network, torch.zeros(1, 3, side, side))
     closed = benchmark_flops(cell, side=side, num_classes=classes)
@@ -69,16 +69,14 @@ def test_costs_of_small_networks_are_those_of_what_is_built(space, shape):
     image = torch.zeros(1, shape["in_channels"], shape["side"], shape["side"])
     for architecture in cells(4, space):
         network = space.build(architecture, **build)
-        ours = cost.of(space, architecture, **shape)
+        ours = space.cost(architecture, **shape)
         assert (ours.flops, ours.params) == hooked(network, image)
         assert ours == count(space.build(architecture, **build), image)
 
 
 def test_extremes_and_the_28_distinct_pairs():
-    table = cost_table(SPACE)
-    pairs = {
-        (one.flops, one.params) for one in (table.of(cell.choices) for cell in SPACE.enumerate())
-    }
+    costs = [SPACE.cost(cell) for cell in SPACE.enumerate()]
+    pairs = {(one.flops, one.params) for one in costs}
     assert len(pairs) == 28
     assert min(pairs) == (7_783_050, 73_306)
     assert max(pairs) == (220_119_690, 1_531_546)
@@ -89,7 +87,7 @@ def test_the_published_figures_of_the_benchmarks_first_cell():
         "|avg_pool_3x3~0|+|nor_conv_1x1~0|skip_connect~1|"
         "+|nor_conv_1x1~0|skip_connect~1|skip_connect~2|"
     )
-    ours = cost.of(SPACE, cell)
+    ours = SPACE.cost(cell)
     assert (ours.flops, ours.params) == (15_647_370, 129_306)
 
 
@@ -99,29 +97,30 @@ def test_published_networks_of_darts_cost_what_the_count_of_the_built_one_says()
     with torch.device("meta"):
         network = space.build(architecture, num_classes=10)
         expected = count(network, torch.empty(1, 3, 32, 32))
-    assert cost.of(space, architecture) == expected
+    assert space.cost(architecture) == expected
 
 
 def test_expected_costs_are_the_mean_over_draws():
-    table = cost_table(SPACE, channels=2, cells=1, side=8)
+    networks = Networks(SPACE, 8, {**SHAPE, "channels": 2, "cells": 1})
+    table = cost_table(networks)
     probabilities = torch.rand(6, 5, dtype=torch.float64).softmax(1).requires_grad_()
     total = torch.zeros(3, dtype=torch.float64)
     for cell in SPACE.enumerate():
         chance = probabilities.detach()[range(6), list(cell.choices)].prod()
-        one = table.of(cell.choices)
+        one = networks.cost(cell)
         total += chance * torch.tensor([one.flops, one.params, one.activations])
-    measures = ("flops", "params", "activations")
-    expected = torch.stack([table.expected(probabilities, measure) for measure in measures])
+    expected = torch.stack([table[measure].expected(probabilities) for measure in MEASURES])
     assert torch.allclose(expected.detach(), total, rtol=1e-12)
     expected[0].backward()
-    assert torch.equal(probabilities.grad, table.flops.double())
+    assert torch.equal(probabilities.grad, table["flops"].of_rows.double())
 
 
 def test_a_table_is_counted_once_and_without_random_draws():
     random = torch.get_rng_state()
-    assert cost_table(SPACE, side=12) is cost_table(SPACE, side=12)
+    table = cost_table(Networks(SPACE, 12, SHAPE))
+    assert cost_table(Networks(SPACE, 12, dict(SHAPE))) is table
     assert torch.equal(torch.get_rng_state(), random)
-    assert cost_table(SPACE, side=12).flops.device.type == "cpu"
+    assert table["flops"].of_rows.device.type == "cpu"
 
 
 def test_costs_add_up():
@@ -129,10 +128,13 @@ def test_costs_add_up():
 
 
 def test_what_has_no_cost_is_refused():
-    with pytest.raises(ConfigurationError, match="of darts has no cost in nas_bench_201"):
-        cost.of(SPACE, cells(1, DARTS())[0])
+    with pytest.raises(
+        ConfigurationError,
+        match=r"nas_bench_201 cannot use an architecture of another space \(darts\)",
+    ):
+        SPACE.cost(cells(1, DARTS())[0])
     with pytest.raises(ConfigurationError, match="side must be at least 1, got 0"):
-        cost.of(SPACE, cells(1)[0], side=0)
+        SPACE.cost(cells(1)[0], side=0)
 
 
 def test_other_spaces_are_built_and_counted():
@@ -144,7 +146,7 @@ def test_other_spaces_are_built_and_counted():
             return nn.Sequential(nn.Flatten(), nn.Linear(16 * in_channels, num_classes))
 
     space = Widths()
-    built = cost.of(space, space.architecture([0]), side=4, num_classes=5, in_channels=2)
+    built = space.cost(space.architecture([0]), side=4, num_classes=5, in_channels=2)
     assert built == Cost(32 * 5 + 5, 32 * 5 + 5, 5)
 
 
@@ -163,7 +165,7 @@ def test_all_entries_of_naslibs_table():
             cell = SPACE.architecture([SPACE.operations.index(named[edge]) for edge in EDGES])
             flops = naslib_flops(cell, side=side, num_classes=classes)
             assert flops == round(1e6 * entry["flops"]["score"])
-            params = cost.of(SPACE, cell, side=side, num_classes=classes).params
+            params = SPACE.cost(cell, side=side, num_classes=classes).params
             assert params == round(1e6 * entry["params"]["score"])
             compared += 1
     assert compared == 2174

@@ -153,20 +153,21 @@ def test_edge_weights_rank_edges_but_not_operations():
 
 
 class Scaled(nn.Module):
-    """An edge that multiplies by the weight of its row."""
+    """An edge that multiplies by a weight."""
 
-    def __init__(self, row, stride):
+    def __init__(self, weight, stride):
         super().__init__()
-        self.row, self.stride = row, stride
+        self.weight, self.stride = weight, stride
 
-    def forward(self, x, weights=None):
-        return x[:, :, :: self.stride, :: self.stride] * weights[self.row]
+    def forward(self, x):
+        return x[:, :, :: self.stride, :: self.stride] * self.weight
 
 
 def test_a_cell_sums_what_its_edges_bring_and_concatenates_the_nodes():
     rows = dict(list(enumerate(SPACE.rows))[14:])
+    weights = torch.rand(28, dtype=torch.float64)
     cell = DARTSCell(
-        lambda row, ops, c_in, c_out, stride: Scaled(row, stride),
+        lambda row, ops, c_in, c_out, stride: Scaled(weights[row], stride),
         rows,
         (),
         channels_before=(1, 1),
@@ -176,14 +177,13 @@ def test_a_cell_sums_what_its_edges_bring_and_concatenates_the_nodes():
         affine=False,
     )
     cell.first, cell.second = nn.Identity(), nn.Identity()
-    weights = torch.rand(28, dtype=torch.float64)
     before_last, last = torch.randn(2, 1, 1, 6, 6, dtype=torch.float64)
     nodes = [before_last[:, :, ::2, ::2], last[:, :, ::2, ::2]]
     row = 14
     for node in (2, 3, 4, 5):
         nodes.append(sum(weights[row + source] * nodes[source] for source in range(node)))
         row += node
-    assert torch.allclose(cell(before_last, last, weights), torch.cat(nodes[2:], 1))
+    assert torch.allclose(cell(before_last, last), torch.cat(nodes[2:], 1))
 
 
 def test_reductions_are_at_a_third_and_two_thirds_and_only_there_are_strides():

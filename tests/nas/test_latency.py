@@ -15,7 +15,8 @@ from fl_lightning.nas.spaces.mobilenet import small_mobilenet
 from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.resnet import small_resnet
-from fl_lightning.nas.sub_networks.capability import CostOf, limits
+from fl_lightning.nas.spaces.space import Networks
+from fl_lightning.nas.sub_networks.capability import limits
 
 OPTIONS = {"in_channels": 3, "num_classes": 10}
 SMALL = [name for name in NAMES if name not in ("resnet", "mobilenet", "vit")]
@@ -23,16 +24,17 @@ WHERE = Where("a laptop", "cpu", 2, "2.8", 1)
 
 
 def table(space, options, **settings):
-    kinds = blocks_of(space, options).kinds()
+    networks = Networks(space, 32, options)
+    kinds = blocks_of(networks).kinds()
     blocks = {kind: 0.25 * (1 + number) for number, kind in enumerate(kinds)}
     chosen = {"rest": 3.0, "scale": 2.0, "shift": 0.5, "accuracy": Accuracy(20, 0.061, 0.93)}
-    return LatencyTable(space, 32, options, WHERE, blocks, **{**chosen, **settings})
+    return LatencyTable(networks, WHERE, blocks, **{**chosen, **settings})
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_few_networks_hold_all_kinds_of_blocks(name):
     space, generator = NAMES[name](), torch_generator(0, "test")
-    blocks = blocks_of(space, OPTIONS)
+    blocks = blocks_of(Networks(space, 32, OPTIONS))
     kinds = blocks.kinds()
     assert len(set(kinds)) == len(kinds)
     for _ in range(20):
@@ -63,19 +65,19 @@ def test_the_expectation_of_one_network_is_its_latency(name):
     made, cell = table(space, OPTIONS), space.sample(torch_generator(1, "test"))
     chosen = torch.tensor(space.operations_of(cell))
     sure = torch.nn.functional.one_hot(chosen, len(space.operations)).double().requires_grad_()
-    expected = made.expected(sure)
+    expected = made.rows.expected(sure)
     assert expected.item() == pytest.approx(made.milliseconds(cell))
     (gradient,) = torch.autograd.grad(expected, sure)
-    assert torch.equal(gradient, made.scale * made._rows)
+    assert torch.equal(gradient, made.rows.of_rows)
 
 
 def test_a_file_reads_back(tmp_path):
     made = table(small_mobilenet(), OPTIONS)
     made.write(tmp_path / "laptop.json")
     read = LatencyTable.read(tmp_path / "laptop.json")
-    one = made.space.sample(torch_generator(0, "test"))
+    one = made.networks.space.sample(torch_generator(0, "test"))
     assert read.milliseconds(one) == made.milliseconds(one)
-    read.check(small_mobilenet(), 32, OPTIONS)
+    read.check(Networks(small_mobilenet(), 32, OPTIONS))
     assert "a laptop (cpu, 2 threads)" in str(read)
     assert "error 6.1%, rank correlation 0.93" in str(read)
 
@@ -96,7 +98,7 @@ def test_a_file_reads_back(tmp_path):
 )
 def test_a_table_of_other_networks_is_refused(space, side, options, says):
     with pytest.raises(ConfigurationError, match=says):
-        table(small_mobilenet(), OPTIONS).check(space, side, options)
+        table(small_mobilenet(), OPTIONS).check(Networks(space, side, options))
 
 
 def test_a_damaged_file_is_refused(tmp_path):
@@ -130,10 +132,10 @@ def test_a_number_that_is_no_time_is_refused(place, number, tmp_path):
 
 def test_measuring_times_every_block_and_larger_networks_longer():
     space = NASBench201()
-    options = {**OPTIONS, "cells": 1}
+    networks = Networks(space, 32, {**OPTIONS, "cells": 1})
     pace = TimingPlan(warmup=1, rounds=3, passes=2)
-    made = measure_latency(space, options=options, calibration=6, held_out=4, pace=pace)
-    assert set(made.blocks) == set(blocks_of(space, options).kinds())
+    made = measure_latency(networks, calibration=6, held_out=4, pace=pace)
+    assert set(made.blocks) == set(blocks_of(networks).kinds())
     assert min(made.blocks.values()) > 0
     assert made.accuracy.networks == 4
     assert made.where.device
@@ -141,7 +143,7 @@ def test_measuring_times_every_block_and_larger_networks_longer():
         space.architecture([1] * 6)
     )
     with pytest.raises(ConfigurationError, match="held_out must be at least 2"):
-        measure_latency(space, options=options, held_out=1)
+        measure_latency(networks, held_out=1)
 
 
 SHAPE = {**OPTIONS, "channels": 4, "cells": 1}
@@ -153,10 +155,10 @@ def test_a_search_expects_the_latency_of_a_file(tmp_path):
     options = {"channels": 4, "cells": 1, "num_classes": 10, "seed": 0}
     net = Supernet(NASBench201(), measure=str(tmp_path / "laptop.json"), **options)
     cost = net.expected_cost(net.alphas)
-    assert cost.item() == pytest.approx(made.expected(net.alpha.softmax(1)).item())
+    assert cost.item() == pytest.approx(made.rows.expected(net.alpha.softmax(1)).item())
     # time is what α is pulled away from: the step with the penalty prefers what takes less
     (pull,) = torch.autograd.grad(cost, net.alpha)
-    rows = made.scale * made._rows
+    rows = made.rows.of_rows
     centred = rows - rows.mean(1, keepdim=True)
     assert torch.allclose(pull.double(), 0.2 * centred, atol=1e-2)
     for space, shape, says in [
@@ -178,27 +180,27 @@ def test_the_budget_of_a_client_is_in_milliseconds_of_its_own_device(tmp_path):
     path = tmp_path / "budgets.csv"
     lines = [f"0,{most},{tmp_path}/fast.json", f"1,{most},{tmp_path}/slow.json", "2,1e7,"]
     path.write_text("\n".join(["client,budget,latency", *lines]))
-    cost = CostOf("flops", 32, 3, 10)
-    strong, weak, counted = limits(BudgetTable(str(path)), space, cost, 3)
+    networks = Networks(space, 32, OPTIONS)
+    strong, weak, counted = limits(BudgetTable(str(path)), networks, 3)
     assert strong == space.largest
     assert fast.milliseconds(strong) <= most
     assert weak != space.largest
     assert slow.milliseconds(weak) <= most
-    assert cost(counted) <= 1e7
+    assert networks.cost(counted).flops <= 1e7
     files = [str(tmp_path / "fast.json"), str(tmp_path / "slow.json")]
     classes = DeviceClasses([most, most], latency_files=files, seed=0)
-    assert sorted(map(str, limits(classes, space, cost, 2))) == sorted(map(str, [strong, weak]))
+    assert sorted(map(str, limits(classes, networks, 2))) == sorted(map(str, [strong, weak]))
     share = most / slow.milliseconds(space.largest)
     relative = DeviceClasses([share], relative=True, latency_files=files[1:])
-    assert limits(relative, space, cost, 1) == [weak]
+    assert limits(relative, networks, 1) == [weak]
     with pytest.raises(ConfigurationError, match=r"side \(32 there, 8 here"):
-        limits(classes, space, CostOf("flops", 8, 3, 10), 2)
+        limits(classes, Networks(space, 8, OPTIONS), 2)
     with pytest.raises(ConfigurationError, match="latency_files must be 2 files, one a class"):
         DeviceClasses([1.0, 2.0], latency_files=files[:1])
 
 
 @pytest.mark.slow
 def test_the_error_on_held_out_networks_is_small():
-    accuracy = measure_latency(small_mobilenet(), options=OPTIONS).accuracy
+    accuracy = measure_latency(Networks(small_mobilenet(), 32, OPTIONS)).accuracy
     assert accuracy.mape <= 0.15
     assert accuracy.spearman >= 0.7  # 0.9 and more on a quiet device

@@ -6,15 +6,16 @@ from test_size_spaces import TINY_MOBILENET
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.cost import built_cost, cost_table, of
+from fl_lightning.nas.spaces.cells import WeighedEdge, cost_table
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import SKIP, MobileNetLayers
+from fl_lightning.nas.spaces.space import Networks, SearchSpace
 
 SPACE = MobileNetLayers()
 TINY = MobileNetLayers(TINY_MOBILENET)
 
 
-class Mixed(nn.Module):
+class Mixed(WeighedEdge):
     """All operations, weighed; notes where it stands."""
 
     def __init__(self, row, candidates, channels_in, channels_out, stride):
@@ -24,8 +25,8 @@ class Mixed(nn.Module):
             candidate(channels_in, channels_out, stride) for candidate in candidates
         )
 
-    def forward(self, x, weights):
-        pairs = zip(self.operations, weights[self.row], strict=True)
+    def forward(self, x):
+        pairs = zip(self.operations, self.weights[self.row], strict=True)
         return sum(weight * operation(x) for operation, weight in pairs)
 
 
@@ -62,7 +63,7 @@ def test_one_hot_weights_give_the_network_of_that_architecture():
             if piece[0] == "layers":
                 row, operation = int(piece[1]), int(piece[3])
                 if choices[row] == operation:
-                    chosen[".".join(["layers", piece[1], "operation", *piece[4:]])] = own
+                    chosen[".".join(["layers", piece[1], *piece[4:]])] = own
             else:
                 chosen[name] = own
         fixed.load_state_dict(chosen)
@@ -72,7 +73,7 @@ def test_one_hot_weights_give_the_network_of_that_architecture():
 
 def test_a_skip_inside_a_stage_is_nothing_at_all():
     skips = TINY.build(TINY.parse(f"k3e3-{SKIP}|{SKIP}-{SKIP}"), num_classes=5)
-    kinds = [type(layer.operation) for layer in skips.layers]
+    kinds = [type(layer) for layer in skips.layers]
     assert kinds[1] is kinds[3] is nn.Identity
     assert kinds[2] is nn.Sequential
 
@@ -91,20 +92,21 @@ def test_costs_are_those_of_the_built_network():
     for channels in (8, 16):
         architecture = TINY.sample(generator)
         shape = {"side": 13, "in_channels": 3, "num_classes": 10, "channels": channels}
-        assert of(TINY, architecture, **shape) == built_cost(TINY, architecture, **shape)
-    narrow, wide = (of(TINY, architecture, channels=channels).flops for channels in (8, 16))
+        networks = Networks(TINY, shape.pop("side"), shape)
+        assert networks.cost(architecture) == SearchSpace.counted(TINY, architecture, networks)
+    narrow, wide = (TINY.cost(architecture, channels=channels).flops for channels in (8, 16))
     assert narrow < wide
 
 
 def test_a_layer_costs_what_the_same_block_costs_in_the_space_of_sizes():
     sizes = small_mobilenet()
     full = sizes.parse("|".join(["k5e6-k5e6-k5e6-k5e6"] * 5))
-    assert of(SPACE, SPACE.architecture([3] * 20)) == sizes.cost(full)
-    table = cost_table(SPACE)
-    assert table.flops.shape == (20, 7)
-    assert (table.flops[:, :6] > 0).all()
+    assert SPACE.cost(SPACE.architecture([3] * 20)) == sizes.cost(full)
+    flops = cost_table(Networks(SPACE, 32, {"in_channels": 3, "num_classes": 10}))["flops"].of_rows
+    assert flops.shape == (20, 7)
+    assert (flops[:, :6] > 0).all()
     # skips cost something where a stage opens; the first stage changes neither side nor channels
-    assert table.flops[:, 6].nonzero().flatten().tolist() == [4, 8, 12, 16]
+    assert flops[:, 6].nonzero().flatten().tolist() == [4, 8, 12, 16]
 
 
 def test_the_best_operation_of_each_row_is_derived():

@@ -23,7 +23,8 @@ from fl_lightning.nas import (
     ViT,
 )
 from fl_lightning.nas.one_shot import _skipped, residual_branches
-from fl_lightning.nas.sub_networks.capability import CostOf, within
+from fl_lightning.nas.spaces.space import Networks
+from fl_lightning.nas.sub_networks.capability import within
 from fl_lightning.nas.sub_networks.methods import Step, distillation_loss
 from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
 
@@ -118,7 +119,7 @@ def step(space, limit=None, seed=0, round_=0, num_rounds=4):
         num_rounds=num_rounds,
         generator=torch_generator(seed, "test"),
         seed=0,
-        cost=CostOf("flops", 8, 1, 4),
+        networks=Networks(space, 8, {"num_classes": 4, "in_channels": 1}),
         logits=logits,
         labels_loss=lambda logits: torch.nn.functional.cross_entropy(logits, torch.tensor([0])),
         whole=logits,

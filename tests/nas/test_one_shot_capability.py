@@ -10,13 +10,14 @@ from toys import toy_trainer
 from fl_lightning import ConfigurationError, Federation, MaskCalibration, OverlapMean
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.nas import BudgetTable, DeviceClasses, RandomPath
-from fl_lightning.nas.sub_networks.capability import Budget, CostOf, limits, reach, within
+from fl_lightning.nas.spaces.space import Networks
+from fl_lightning.nas.sub_networks.capability import Budget, limits, reach, within
 from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
 from fl_lightning.sparsity import SparseSGDM
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 SPARSE = partial(SparseSGDM, lr=0.05, momentum=0.9, weight_decay=1e-2)
-COST = CostOf("flops", 8, 1, 4)
+SHAPE = {"num_classes": 4, "in_channels": 1}
 WEAK = DeviceClasses([0.6, 1.0], [0.5, 0.5], seed=0)
 
 
@@ -35,7 +36,7 @@ def test_a_coordinate_is_averaged_over_those_who_held_it():
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_what_is_in_reach_is_what_sub_networks_inside_the_limit_move(space):
     net = space.supernet(num_classes=4, in_channels=1).double()
-    limit = limits(DeviceClasses([0.6]), space, COST, 1)[0]
+    limit = limits(DeviceClasses([0.6]), Networks(space, 8, SHAPE), 1)[0]
     assert limit != space.largest
     masks = reach(space, net, limit)
     moved = {name: torch.zeros_like(mask) for name, mask in masks.items()}
@@ -81,7 +82,7 @@ def test_what_nobody_can_afford_stays_and_does_not_travel():
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     trainer = toy_trainer(Federation(local_steps=2), max_epochs=1)
     trainer.fit(module, datamodule=data(4))
-    limit = limits(DeviceClasses([0.6]), MOBILENET, COST, 1)[0]
+    limit = limits(DeviceClasses([0.6]), Networks(MOBILENET, 8, SHAPE), 1)[0]
     masks = reach(MOBILENET, module.network, limit)
     for name, param in module.network.named_parameters():
         outside = ~masks[name]

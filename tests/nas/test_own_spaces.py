@@ -38,8 +38,7 @@ from fl_lightning.nas import (
     Supernet,
     ValueChoice,
 )
-from fl_lightning.nas.cost import cost
-from fl_lightning.nas.cost.cost import built_cost
+from fl_lightning.nas.cost.count import count
 from fl_lightning.nas.relaxation import SearchStep
 from fl_lightning.nas.search.problem import Constraint, Problem
 from fl_lightning.nas.search.strategies import Evolution
@@ -148,8 +147,9 @@ def test_every_architecture_of_the_shared_network_is_its_own_network():
         held = sum(int(mask.sum()) for n, mask in SIZED.held(network, architecture).items()
                    if "conv.weight" not in n and "matrices" not in n)  # fmt: skip
         assert held == sum(p.numel() for n, p in plain.named_parameters() if "conv.weight" not in n)
-        shape = {"side": 9, "in_channels": 2, "num_classes": 3}
-        assert SIZED.cost(architecture, **shape) == built_cost(SIZED, architecture, **shape)
+        shape = {"in_channels": 2, "num_classes": 3}
+        counted = count(SIZED.build(architecture, **shape), torch.zeros(1, 2, 9, 9))
+        assert SIZED.cost(architecture, side=9, **shape) == counted
         assert SIZED.parse(str(architecture)) == architecture
     assert torch.equal(network(x), network(x, SIZED.largest))
 
@@ -166,8 +166,8 @@ def test_a_space_is_written_and_read():
 
 
 def test_a_search_keeps_to_constraints_over_a_space_of_ones_own():
-    costs = lambda one: {"params": cost.of(SIZED, one, side=8).params}
-    limit = cost.of(SIZED, SIZED.largest, side=8).params / 2
+    costs = lambda one: {"params": SIZED.cost(one, side=8).params}
+    limit = SIZED.cost(SIZED.largest, side=8).params / 2
     constraint = Constraint.parse(f"params<={limit}", ["params"])
     problem = Problem(SIZED, lambda one: costs(one)["params"], costs, (constraint,))
     best = Evolution(population=8).search(problem, budget=40).best
@@ -210,8 +210,8 @@ def test_layers_are_searched_by_every_rule(rule, learn, federated):
     assert not moved[0, 2]  # there are two layers to choose from, and three in another row
     assert not moved[2, 2]
     built = Network(LAYERS, str(module.architecture), num_classes=2, in_channels=1, channels=4)
-    counted = module.costs.of(module.architecture.choices)
-    assert sum(p.numel() for p in built.parameters()) == counted.params
+    counted = module.costs["params"].of(module.architecture.choices)
+    assert sum(p.numel() for p in built.parameters()) == counted
 
 
 def test_a_mixture_is_weighted_by_the_softmax_over_the_layers_that_there_are():

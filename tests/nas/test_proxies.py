@@ -1,7 +1,6 @@
 """Zero-cost proxies: closed forms on tiny networks; their rank correlation with the benchmark."""
 
 import math
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ from fl_lightning.nas.search.proxies import (
 )
 from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
+from fl_lightning.nas.spaces.space import Networks
 
 TABLE = Path(__file__).parents[3] / "shared" / "data" / "nasbench201_test_accuracy.csv"
 
@@ -211,7 +211,7 @@ def test_a_proxy_leaves_the_network_as_it_was_and_repeats_itself(name):
     space = NASBench201()
     shape = {"num_classes": 3, "channels": 4, "cells": 1}
     network = space.build(space.architecture([3, 1, 2, 3, 4, 3]), **shape).eval()
-    batch = noise_batch(6, side=8, in_channels=3, num_classes=3, seed=0)
+    batch = noise_batch(6, Networks(space, 8, {"in_channels": 3, **shape}), 0)
     before = {key: tensor.clone() for key, tensor in network.state_dict().items()}
     first = PROXIES[name](network, *batch)
     assert all(torch.equal(tensor, before[key]) for key, tensor in network.state_dict().items())
@@ -224,10 +224,10 @@ def test_a_proxy_leaves_the_network_as_it_was_and_repeats_itself(name):
 @pytest.mark.parametrize("name", PROXIES)
 def test_every_proxy_scores_every_space(space, name):
     side = 32 if space == "small_vit" else 16
-    batch = noise_batch(4, side=side, in_channels=3, num_classes=10, seed=0)
     made = NAMES[space]()
     cells = {"channels": 4, "cells": 1} if space == "nas_bench_201" else {}
-    score = ProxyScore(PROXIES[name], partial(made.build, num_classes=10, **cells), *batch)
+    networks = Networks(made, side, {"num_classes": 10, "in_channels": 3, **cells})
+    score = ProxyScore(PROXIES[name], networks, *noise_batch(4, networks, 0))
     drawn = made.architecture([len(decision.options) - 1 for decision in made.decisions])
     state = torch.get_rng_state()
     assert math.isfinite(score(drawn)) or space == "nas_bench_201"
@@ -238,21 +238,26 @@ def test_every_proxy_scores_every_space(space, name):
 @pytest.mark.parametrize("in_channels", [1, 3])
 def test_a_batch_of_a_folder_has_its_images_in_one_scale(tmp_path, in_channels):
     write_folder(tmp_path, "images", ["a", "b"], 3, size=(8, 8))
-    images, labels = folder_batch(
-        tmp_path / "images", 4, side=6, in_channels=in_channels, num_classes=2, seed=0
-    )
+    shape = {"in_channels": in_channels, "num_classes": 2}
+    images, labels = folder_batch(tmp_path / "images", 4, Networks(NASBench201(), 6, shape), 0)
     assert images.shape == (4, in_channels, 6, 6)
     assert set(labels.tolist()) == {0, 1}
     assert float(images.mean()) == pytest.approx(0, abs=1e-5)
     assert float(images.std()) == pytest.approx(1, abs=1e-5)
+    one_class = Networks(NASBench201(), 6, {**shape, "num_classes": 1})
     with pytest.raises(ConfigurationError, match="2 classes, and num_classes is 1"):
-        folder_batch(tmp_path / "images", 4, side=6, in_channels=in_channels, num_classes=1, seed=0)
+        folder_batch(tmp_path / "images", 4, one_class, 0)
 
 
 def test_grey_images_are_the_luminance(tmp_path):
     write_folder(tmp_path, "images", ["a", "b"], 3, size=(8, 8))
     grey, color = (
-        folder_batch(tmp_path / "images", 6, side=8, in_channels=channels, num_classes=2, seed=0)[0]
+        folder_batch(
+            tmp_path / "images",
+            6,
+            Networks(NASBench201(), 8, {"in_channels": channels, "num_classes": 2}),
+            0,
+        )[0]
         for channels in (1, 3)
     )
     luminance = 0.299 * color[:, 0] + 0.587 * color[:, 1] + 0.114 * color[:, 2]
@@ -269,8 +274,8 @@ def test_proxies_rank_cells_as_training_does():
     generator = torch.Generator().manual_seed(0)
     cells = [space.sample(generator) for _ in range(60)]
     truth = [table.lookup(cell)["cifar10"] for cell in cells]
-    batch = noise_batch(32, side=16, in_channels=3, num_classes=10, seed=0)
-    build = partial(space.build, num_classes=10, cells=1)
-    scores = {name: ProxyScore(PROXIES[name], build, *batch) for name in ("synflow", "naswot")}
+    networks = Networks(space, 16, {"num_classes": 10, "in_channels": 3, "cells": 1})
+    batch = noise_batch(32, networks, 0)
+    scores = {name: ProxyScore(PROXIES[name], networks, *batch) for name in ("synflow", "naswot")}
     for score in (*scores.values(), benchmark_flops, benchmark_params):
         assert spearmanr([score(cell) for cell in cells], truth).statistic > 0.4

@@ -360,7 +360,7 @@ def test_a_single_path_through_a_search_network_is_the_fixed_network():
             edges = name.split(".operations.")[0].rsplit(".", 1)[1]
             row = [f"{r.source}_{r.target}" for r in space.rows].index(edges)
             if choices[row] == number:
-                held[name.replace(f".operations.{number}.", ".operation.")] = tensor
+                held[name.replace(f".operations.{number}.", ".")] = tensor
     fixed.load_state_dict({name: held[name] for name in fixed.state_dict()})
     x = torch.randn(2, 3, 8, 8)
     weights = weights_of(choices, torch.zeros(6, 5))

@@ -7,7 +7,6 @@ import pytest
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
-from fl_lightning.nas.cost import cost
 from fl_lightning.nas.search.problem import (
     Constraint,
     Problem,
@@ -39,7 +38,7 @@ MEASURES = ["flops", "params"]
 
 
 def costs(architecture):
-    return asdict(cost.of(architecture.space, architecture))
+    return asdict(architecture.space.cost(architecture))
 
 
 def worth(cell):

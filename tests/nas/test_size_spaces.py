@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.cost import built_cost
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
+from fl_lightning.nas.spaces.space import Networks, SearchSpace
 from fl_lightning.nas.spaces.subnetwork import sort_channels
 from fl_lightning.nas.spaces.vit import ViT, small_vit
 
@@ -239,16 +239,16 @@ def test_what_a_smaller_kernel_holds(kernel, numbers):
 @TINY
 def test_formulas_cost_what_is_counted(space):
     for architecture in some(space, 10):
-        shape = {"side": side_of(space), "in_channels": 2, "num_classes": 7}
-        assert space.cost(architecture, **shape) == built_cost(space, architecture, **shape)
+        networks = Networks(space, side_of(space), {"in_channels": 2, "num_classes": 7})
+        assert networks.cost(architecture) == SearchSpace.counted(space, architecture, networks)
 
 
 @pytest.mark.parametrize("space", [MobileNet(), ResNet(), small_mobilenet(), small_resnet()])
 def test_formulas_cost_what_is_counted_at_published_sizes(space):
     generator = torch.Generator().manual_seed(0)
     for architecture in (space.largest, space.sample(generator)):
-        shape = {"side": 64, "in_channels": 3, "num_classes": 10}
-        assert space.cost(architecture, **shape) == built_cost(space, architecture, **shape)
+        networks = Networks(space, 64, {"in_channels": 3, "num_classes": 10})
+        assert networks.cost(architecture) == SearchSpace.counted(space, architecture, networks)
 
 
 def test_a_transformer_is_for_one_side():

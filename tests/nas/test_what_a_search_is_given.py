@@ -28,6 +28,7 @@ from fl_lightning.nas import (
 )
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.report import _check_one_device, _check_precision, _check_reach
+from fl_lightning.nas.spaces.space import Networks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
@@ -178,7 +179,7 @@ def test_what_trains_what_was_found_names_no_buffers_of_the_search():
     run = {"federation": {"client_state": ["kept_state", "baseline", "running_*"]}}
     architecture = NASBench201().sample(torch.Generator().manual_seed(0))
     shape = {"num_classes": 2, "in_channels": 1, "channels": 4, "cells": 1}
-    found = retraining(architecture, shape, image_size=8, run=run)
+    found = retraining(architecture, Networks(NASBench201(), 8, shape), run=run)
     assert found["federation"] == {"client_state": ["running_*"]}
 
 

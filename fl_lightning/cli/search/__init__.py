@@ -17,7 +17,6 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
 from fl_lightning.cli.latency import (
-    Networks,
     add_networks,
     check_writable,
     networks_of,
@@ -26,7 +25,6 @@ from fl_lightning.cli.latency import (
 from fl_lightning.cli.search.trained import Resolve, Trained, Validate, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
-from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.search import strategies
@@ -47,7 +45,7 @@ from fl_lightning.nas.search.proxies import (
 )
 from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
-from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.space import Architecture, Networks
 from fl_lightning.reports.screen import markdown
 
 StrategyName = Literal["random", "evolution", "regularized_evolution", "predictor", "tpe", "nsga2"]
@@ -200,7 +198,7 @@ def _search_trained(given: Any, trained: Trained) -> None:
 
 def retraining_of(networks: Networks, **options: Any) -> Retraining:
     """Return the function from an architecture to the configuration that trains it."""
-    return partial(retraining, shape=networks.options, image_size=networks.side, **options)
+    return partial(retraining, networks=networks, **options)
 
 
 def _search(
@@ -213,7 +211,7 @@ def _search(
     measures = ["flops", "params", "activations"]
     if given.latency is not None:
         table = LatencyTable.read(given.latency)
-        table.check(networks.space, networks.side, networks.options)
+        table.check(networks)
         measures.append("latency_ms")
     costs = _costs(networks, table)
     constraints = tuple(Constraint.parse(text, measures) for text in given.constraint)
@@ -230,7 +228,7 @@ def _search(
         check_writable("export", Path(given.export))
     result = strategy.search(problem, given.budget, given.seed)
     show_progress(f"done: {len(result.evaluated)} networks")
-    _report(Findings(result, measure, given.score, constraints), given, table, configuration)
+    _report(Findings(result, measure, given.score), given, table, configuration)
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
@@ -252,21 +250,15 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
             )
         truth = NASBench201Table.read(given.table)
         return lambda architecture: truth.lookup(architecture)["cifar10"]
-    shape = {name: given[name] for name in ("side", "in_channels", "num_classes", "seed")}
-    batch = (
-        noise_batch(given.batch_size, **shape)
-        if given.images is None
-        else folder_batch(given.images, given.batch_size, **shape)
-    )
-    build = partial(networks.space.build, **networks.options)  # type: ignore[attr-defined]
-    return ProxyScore(PROXIES[name], build, *batch, seed=given.seed)
+    sizes = given.batch_size, networks, given.seed
+    batch = noise_batch(*sizes) if given.images is None else folder_batch(given.images, *sizes)
+    return ProxyScore(PROXIES[name], networks, *batch, seed=given.seed)
 
 
 def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
     def costs(architecture: Architecture) -> Mapping[str, float]:
-        counted = cost.of(networks.space, architecture, side=networks.side, **networks.options)
         latency = {} if table is None else {"latency_ms": table.milliseconds(architecture)}
-        return {**asdict(counted), **latency}
+        return {**asdict(networks.cost(architecture)), **latency}
 
     return costs
 
@@ -328,7 +320,7 @@ def data_words(networks: Networks, images: str | None) -> list[str]:
         folder = Path(images)
         root = [f"--data.root={folder.parent}", f"--data.train={folder.name}", "--data.test=null"]
         return ["--data=fl_lightning.data.ImageFolder", *root, *size]
-    name = _KNOWN_DATA.get((networks.options["in_channels"], networks.options["num_classes"]))
+    name = _KNOWN_DATA.get((networks.shape["in_channels"], networks.shape["num_classes"]))
     return [] if name is None else [f"--data=fl_lightning.data.{name}", *size]
 
 

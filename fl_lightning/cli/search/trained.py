@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fl_lightning.cli.latency import Networks
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, differences, run_of, visiting
 from fl_lightning.nas.one_shot import OneShot
+from fl_lightning.nas.spaces.space import Networks
 from fl_lightning.nas.sub_networks.evaluation import SubNetworkScore, TrainingExamples
 from fl_lightning.nas.supernet import Supernet
 
@@ -39,7 +39,7 @@ class Trained:
     """A supernet with its weights, ready to be scored.
 
     Attributes:
-        networks: the supernet's space, with image size and shape.
+        networks: the supernet's networks.
         score: accuracy of a sub-network on validation examples.
         weights: path of the checkpoint if a single network can start from its weights, else None.
         run: the supernet's complete configuration.
@@ -125,8 +125,7 @@ class _Looking(Callback):
                 trainer.precision_plugin.forward_context,
             )
             weights = str(trainer.ckpt_path) if isinstance(module, OneShot) else None
-            networks = Networks(module.space, module.image_size, module.shape)
-            self._look(Trained(networks, score, weights, self._run))
+            self._look(Trained(module.networks, score, weights, self._run))
 
 
 def _check_module(module: LightningModule) -> None:

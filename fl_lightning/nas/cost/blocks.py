@@ -21,29 +21,26 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
+from fl_lightning.nas.spaces.cells import Candidate, CellSpace
 from fl_lightning.nas.spaces.elastic import Repeat
-from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+from fl_lightning.nas.spaces.space import Architecture, Networks
 from fl_lightning.nas.spaces.stages import StagedSpace
 
 # network, kinds of the blocks by module
 Marked = tuple[nn.Module, Mapping[nn.Module, str]]
 
 
-def blocks_of(space: SearchSpace, options: Mapping[str, Any]) -> CellBlocks | SizeBlocks:
-    """Return the blocks of a space.
-
-    Args:
-        space: built-in space of cells or of sizes.
-        options: options of the space's `build`.
+def blocks_of(networks: Networks) -> CellBlocks | SizeBlocks:
+    """Return the blocks of the networks of a built-in space.
 
     Raises:
         ConfigurationError: for a space of your own, whose blocks are unknown.
     """
+    space = networks.space
     if isinstance(space, CellSpace) and space.has_shapes:
-        return CellBlocks(space, options)
+        return CellBlocks(space, networks.shape)
     if isinstance(space, StagedSpace):
-        return SizeBlocks(space, options)
+        return SizeBlocks(space, networks)
     raise ConfigurationError(
         f"{space.name} is made neither of cells nor of sizes: its blocks are not known"
     )
@@ -55,11 +52,11 @@ class CellBlocks:
 
     Args:
         space: space of cells.
-        options: options of the space's `network`.
+        shape: options of the space's `network`.
     """
 
-    def __init__(self, space: CellSpace, options: Mapping[str, Any]) -> None:
-        self.space, self.options = space, options
+    def __init__(self, space: CellSpace, shape: Mapping[str, Any]) -> None:
+        self.space, self.shape = space, shape
         # (row, channels in, channels out, stride) -> number of such edges in the network
         self.edges: Counter[tuple[int, ...]] = Counter()
 
@@ -68,7 +65,7 @@ class CellBlocks:
             return nn.Identity()
 
         with torch.device("meta"):
-            space.network(make_edge, **options)
+            space.network(make_edge, **shape)
 
     def kind(self, edge: tuple[int, ...], operation: int) -> str:
         """Return the kind of an edge with a given operation."""
@@ -108,7 +105,7 @@ class CellBlocks:
         # one network per operation; over all of them every edge has every operation once
         for shift in range(len(self._operations())):
             kinds: dict[nn.Module, str] = {}
-            yield self.space.network(partial(self._edge, kinds, shift), **self.options), kinds
+            yield self.space.network(partial(self._edge, kinds, shift), **self.shape), kinds
 
     def _edge(
         self,
@@ -121,7 +118,7 @@ class CellBlocks:
         """Return an edge with the operation that a row has after a shift, and record its kind."""
         operations = self._operations()
         operation = operations[(row + shift) % len(operations)]
-        edge = FixedEdge(candidates[operation](*sizes))
+        edge = candidates[operation](*sizes)
         kinds[edge] = self.kind((row, *sizes), operation)
         return edge
 
@@ -132,11 +129,11 @@ class SizeBlocks:
 
     Args:
         space: space of sizes.
-        options: options of the space's `build`.
+        every: its networks in one shape.
     """
 
-    def __init__(self, space: StagedSpace, options: Mapping[str, Any]) -> None:
-        self.space, self.options = space, options
+    def __init__(self, space: StagedSpace, every: Networks) -> None:
+        self.space, self._build = space, every.build
 
     def kinds(self) -> list[str]:
         """Return all kinds of blocks, without repetitions."""
@@ -162,7 +159,7 @@ class SizeBlocks:
     def networks(self) -> Iterator[Marked]:
         """Yield a few networks that together contain every kind of block."""
         for architecture in self._covering():
-            network = self.space.build(architecture, **self.options)
+            network = self._build(architecture)
             stages = [module for module in network.modules() if isinstance(module, Repeat)]
             blocks = [block for stage in stages for block in stage]
             yield network, dict(zip(blocks, self.of(architecture), strict=True))

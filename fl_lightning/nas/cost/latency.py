@@ -21,14 +21,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import differences
 from fl_lightning.nas.cost.blocks import CellBlocks, SizeBlocks, blocks_of
-from fl_lightning.nas.cost.cost import MEASURES, Measure
+from fl_lightning.nas.cost.count import MEASURES
+from fl_lightning.nas.spaces.cells import RowCosts
 from fl_lightning.nas.spaces.named import described_space, description
-from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+from fl_lightning.nas.spaces.space import Architecture, Networks
 
 FORMAT = "fl-lightning latency"
 VERSION = 1
@@ -83,9 +82,7 @@ class LatencyTable:
     """Latencies of the networks of one space in one shape, on one device.
 
     Attributes:
-        space: space of the networks.
-        side: height and width of the images, in pixels.
-        options: options of the space's `build`: ``num_classes``, ``in_channels``, ….
+        networks: the networks.
         where: device and software of the measurement.
         blocks: milliseconds of every kind of block.
         rest: milliseconds of a network without blocks.
@@ -94,9 +91,7 @@ class LatencyTable:
         accuracy: error on held-out networks.
     """
 
-    space: SearchSpace
-    side: int
-    options: Mapping[str, Any]
+    networks: Networks
     where: Where
     blocks: Mapping[str, float]
     rest: float
@@ -106,7 +101,7 @@ class LatencyTable:
 
     @cached_property
     def _blocks(self) -> CellBlocks | SizeBlocks:
-        return blocks_of(self.space, self.options)
+        return blocks_of(self.networks)
 
     def uncalibrated(self, architecture: Architecture) -> float:
         """Return the sum of the block times of a network and the rest, in milliseconds."""
@@ -118,49 +113,32 @@ class LatencyTable:
         Raises:
             ConfigurationError: if the architecture is of another space.
         """
-        if architecture.space != self.space:
+        if architecture.space != self.networks.space:
             raise ConfigurationError(
-                f"latencies of {self.space.name} say nothing of {architecture.space.name}"
+                f"latencies of {self.networks.space.name} say nothing of {architecture.space.name}"
             )
         return self.scale * self.uncalibrated(architecture) + self.shift
 
-    @cached_property
-    def _rows(self) -> Tensor:
-        """Milliseconds of each operation on each row before calibration, shape (num_rows, num_operations)."""
-        if not isinstance(self._blocks, CellBlocks):
-            raise ConfigurationError(
-                f"{self.space.name} has no operations to weigh: use `milliseconds`"
-            )
-        return self._blocks.table(self.blocks)
-
-    def expected(self, probabilities: Tensor) -> Tensor:
-        """Return the expected latency in ms if each row draws an operation independently, a scalar.
-
-        Args:
-            probabilities: shape (num_rows, num_operations); gradients flow.
+    @property
+    def rows(self) -> RowCosts:
+        """Latency of the networks of a space of cells in ms, as a sum over rows.
 
         Raises:
             ConfigurationError: if the space is not made of cells.
         """
-        total: Tensor = self.rest + (probabilities * self._rows.to(probabilities)).sum()
-        return self.scale * total + self.shift
+        if not isinstance(self._blocks, CellBlocks):
+            raise ConfigurationError(
+                f"{self.networks.space.name} has no operations to weigh: use `milliseconds`"
+            )
+        of_rows = self.scale * self._blocks.table(self.blocks)
+        return RowCosts(self.scale * self.rest + self.shift, of_rows)
 
-    def check(self, space: SearchSpace, side: int, options: Mapping[str, Any]) -> None:
-        """Check that the table was measured for given networks.
-
-        Args:
-            space: space of the networks.
-            side: height and width of the images, in pixels.
-            options: options of the space's `build`.
-
-        Raises:
-            ConfigurationError: if space, image size or an option differs.
-        """
-        measured = {
-            "space": description(self.space),
-            "networks": {"side": self.side, **self.options},
-        }
-        wanted = {"space": description(space), "networks": {"side": side, **options}}
+    def check(self, networks: Networks) -> None:
+        """Raise ConfigurationError if the table is of another space, image size or shape."""
+        measured, wanted = (
+            {"space": description(one.space), "networks": {"side": one.side, **one.shape}}
+            for one in (self.networks, networks)
+        )
         found = differences(measured, wanted, measured)
         if found:
             raise ConfigurationError(
@@ -179,8 +157,8 @@ class LatencyTable:
         content = {
             "format": FORMAT,
             "version": VERSION,
-            "space": description(self.space),
-            "network": {"side": self.side, **self.options},
+            "space": description(self.networks.space),
+            "network": {"side": self.networks.side, **self.networks.shape},
             "where": asdict(self.where),
             "accuracy": asdict(self.accuracy),
             "calibration": {"scale": self.scale, "shift": self.shift},
@@ -238,9 +216,7 @@ class LatencyTable:
     def _of(cls, content: Mapping[str, Any]) -> LatencyTable:
         network, times = dict(content["network"]), content["milliseconds"]
         table = cls(
-            space=described_space(content["space"]),
-            side=int(network.pop("side")),
-            options=network,
+            networks=Networks(described_space(content["space"]), int(network.pop("side")), network),
             where=Where(**content["where"]),
             blocks={str(kind): float(value) for kind, value in times["blocks"].items()},
             rest=float(times["rest"]),
@@ -254,28 +230,23 @@ class LatencyTable:
         return table
 
 
-def expected_measure(
-    measure: str, space: SearchSpace, side: int, options: Mapping[str, Any]
-) -> Measure | LatencyTable:
-    """Return the cost of a penalty: the name of a measure, or the table of a latency file.
+def latency_of_search(measure: str, networks: Networks) -> LatencyTable | None:
+    """Return the latency table that a penalty uses, or None if it uses a counted cost.
 
     Args:
-        measure: name of a measure, or path of a latency file.
-        space: space of the search.
-        side: height and width of the images, in pixels.
-        options: options of the space's `build`.
+        measure: name of a counted cost, or path of a latency file.
+        networks: networks of the search.
 
     Raises:
         ConfigurationError: if `measure` is neither, or the file is for other networks.
     """
-    for name in MEASURES:
-        if measure == name:
-            return name
+    if measure in MEASURES:
+        return None
     if Path(measure).suffix != ".json":
         raise ConfigurationError(
             f"measure must be {', '.join(MEASURES)}, or a .json file that fl-lightning latency wrote, "
             f"got {measure!r}"
         )
     table = LatencyTable.read(measure)
-    table.check(space, side, options)
+    table.check(networks)
     return table

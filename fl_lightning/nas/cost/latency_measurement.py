@@ -25,7 +25,7 @@ from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.cost.blocks import blocks_of
 from fl_lightning.nas.cost.latency import Accuracy, LatencyTable, Where
-from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+from fl_lightning.nas.spaces.space import Architecture, Networks, SearchSpace
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,8 @@ def _pass(
 
 
 def measure_latency(
-    space: SearchSpace,
+    networks: Networks,
     *,
-    side: int = 32,
-    options: Mapping[str, Any],
     device: torch.device | str = "cpu",
     batch_size: int = 1,
     calibration: int = 12,
@@ -156,9 +154,7 @@ def measure_latency(
     """Measure the latency table of a space on a device.
 
     Args:
-        space: built-in space of cells or of sizes.
-        side: height and width of the images, in pixels.
-        options: options of the space's `build`, including ``num_classes`` and ``in_channels``.
+        networks: networks of a built-in space.
         device: device to measure on; a CPU uses PyTorch's current number of threads.
         batch_size: number of images per batch.
         calibration: number of whole networks for the fit of a and b, at least 2.
@@ -168,31 +164,29 @@ def measure_latency(
         say: function that is called with the progress as text.
 
     Raises:
-        ConfigurationError: if a number is below 2, or the space has too few networks.
+        ConfigurationError: if a number is below 2, the space has too few networks, or is your own.
     """
     for name, number in {"calibration": calibration, "held_out": held_out}.items():
         check_range(name, number, "at least 2 networks")
     device, pace = torch.device(device), pace or TimingPlan()
     generator = torch_generator(seed, "latency networks")
-    image = torch.randn(batch_size, options["in_channels"], side, side, device=device)
+    image = torch.randn_like(networks.images(batch_size), device=device)
 
-    marked = list(blocks_of(space, options).networks())
-    networks = [network.to(device).eval() for network, _ in marked]
+    marked = list(blocks_of(networks).networks())
+    built = [network.to(device).eval() for network, _ in marked]
     kinds = [kinds for _, kinds in marked]
-    blocks, rests = timed(networks, kinds, image, pace, lambda text: say(f"blocks, {text}"))
+    blocks, rests = timed(built, kinds, image, pace, lambda text: say(f"blocks, {text}"))
     rest = median(rests)
 
-    chosen = distinct(space, calibration + held_out, generator)
-    networks = [space.build(one, **options).to(device).eval() for one in chosen]  # type: ignore[attr-defined]
-    nothing: list[dict[nn.Module, str]] = [{} for _ in networks]
-    _, whole = timed(networks, nothing, image, pace, lambda text: say(f"networks, {text}"))
+    chosen = distinct(networks.space, calibration + held_out, generator)
+    built = [networks.build(one).to(device).eval() for one in chosen]
+    nothing: list[dict[nn.Module, str]] = [{} for _ in built]
+    _, whole = timed(built, nothing, image, pace, lambda text: say(f"networks, {text}"))
 
     where = Where(
         device_name(device), device.type, torch.get_num_threads(), torch.__version__, batch_size
     )
-    unfitted = LatencyTable(
-        space, side, dict(options), where, blocks, rest, 1.0, 0.0, Accuracy(0, 0.0, 0.0)
-    )
+    unfitted = LatencyTable(networks, where, blocks, rest, 1.0, 0.0, Accuracy(0, 0.0, 0.0))
     added = [unfitted.uncalibrated(one) for one in chosen]
     scale, shift = fit_affine(added[:calibration], whole[:calibration])
     predicted = [scale * value + shift for value in added[calibration:]]

@@ -19,7 +19,7 @@ import yaml
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
-from fl_lightning.nas.search.problem import Constraint, Evaluated, SearchResult, shown
+from fl_lightning.nas.search.problem import Evaluated, SearchResult, shown
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 from fl_lightning.reports.charts import Chart, Panel
 from fl_lightning.reports.page import Page
@@ -36,13 +36,11 @@ class Findings:
         result: result of the search.
         measure: name of the cost of the Pareto front.
         score: name of the score.
-        constraints: constraints of the search.
     """
 
     result: SearchResult
     measure: str
     score: str
-    constraints: Sequence[Constraint] = ()
 
     @property
     def best(self) -> Evaluated:
@@ -72,7 +70,7 @@ class Findings:
         page = Page(f"Search of {space.name}", f"{count} networks scored · {folder}")
         tiles = [] if score in best.costs else [(f"best {score}", _score(best.score))]
         page.tiles([*tiles, *_costs(best)])
-        bounds = ", ".join(map(str, self.constraints)) or "none"
+        bounds = ", ".join(map(str, self.result.problem.constraints)) or "none"
         page.facts({"best architecture": str(best.architecture), "constraints": bounds})
         title = f"{score} over {measure}"
         page.charts([Chart("front", title, self.front(), names_are_long=True)], folder)
@@ -90,7 +88,7 @@ class Findings:
         """
         measure = self.measure
         useful = [one for one in self.result.evaluated if one.score > -math.inf]
-        kept = self.result.front(measure)
+        kept, constraints = self.result.front(measure), self.result.problem.constraints
         return points(
             [one.costs[measure] for one in useful],
             [one.score for one in useful],
@@ -100,7 +98,7 @@ class Findings:
             ],
             labels=(_AXES.get(measure, measure), self.score),
             steps=("Pareto front", [(one.costs[measure], one.score) for one in kept]),
-            bounds={str(one): one.bound for one in self.constraints if one.measure == measure},
+            bounds={str(one): one.bound for one in constraints if one.measure == measure},
             scale="large",
         )
 

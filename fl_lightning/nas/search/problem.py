@@ -287,12 +287,8 @@ def mutated(
 def with_one_change(architecture: Architecture, generator: torch.Generator) -> Architecture:
     """Return an architecture that differs in one randomly drawn choice that has an effect."""
     space, choices = architecture.space, awake(architecture, generator)
-    active = space.active(architecture.choices) if isinstance(space, SizeSpace) else None
-    open_ = [
-        index
-        for index, decision in enumerate(space.decisions)
-        if len(decision.options) > 1 and (active is None or active[index])
-    ]
+    pairs = zip(space.decisions, space.active(architecture.choices), strict=True)
+    open_ = [index for index, (one, active) in enumerate(pairs) if active and len(one.options) > 1]
     if not open_:
         return architecture
     index = open_[_drawn(len(open_), generator)]
@@ -315,10 +311,9 @@ def awake(architecture: Architecture, generator: torch.Generator) -> list[int]:
     makes the stage deeper would always add the smallest block.
     """
     space, choices = architecture.space, list(architecture.choices)
-    if isinstance(space, SizeSpace):
-        for index, active in enumerate(space.active(choices)):
-            if not active:
-                choices[index] = _drawn(len(space.decisions[index].options), generator)
+    for index, active in enumerate(space.active(choices)):
+        if not active:
+            choices[index] = _drawn(len(space.decisions[index].options), generator)
     return choices
 
 

@@ -40,7 +40,7 @@ from torch.nn.functional import cross_entropy
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.data.sources.image_folder import ImageFolder
-from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+from fl_lightning.nas.spaces.space import Architecture, Networks, SearchSpace
 
 # network, images (batch, channels, side, side), labels (batch,) -> score of the network
 Proxy = Callable[[nn.Module, Tensor, Tensor], float]
@@ -242,10 +242,6 @@ def _remove_norms(network: nn.Module) -> None:
                 setattr(module, name, nn.Identity())
 
 
-# architecture -> an untrained network
-Build = Callable[[Architecture], nn.Module]
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class ProxyScore:
@@ -255,14 +251,14 @@ class ProxyScore:
 
     Attributes:
         proxy: proxy that is computed.
-        build: function that builds the network of an architecture.
+        networks: networks that are scored.
         images: batch of images.
         labels: labels of the batch.
         seed: seed of the initial weights.
     """
 
     proxy: Proxy
-    build: Build
+    networks: Networks
     images: Tensor
     labels: Tensor
     seed: int = 0
@@ -272,7 +268,7 @@ class ProxyScore:
         devices = [] if self.images.device.type == "cpu" else [self.images.device]
         with torch.random.fork_rng(devices=devices):  # PyTorch's layers draw from the global one
             torch.manual_seed(derive_seed(self.seed, "proxy weights"))
-            network = self.build(architecture).to(self.images.device)
+            network = self.networks.build(architecture).to(self.images.device)
         return self.proxy(network, self.images, self.labels)
 
 
@@ -316,31 +312,21 @@ class MeanRank:
         return sum(ranks) / len(ranks)
 
 
-def noise_batch(
-    batch_size: int, *, side: int, in_channels: int, num_classes: int, seed: int
-) -> tuple[Tensor, Tensor]:
+def noise_batch(batch_size: int, networks: Networks, seed: int) -> tuple[Tensor, Tensor]:
     """Return images of Gaussian noise with random labels, for proxies without data.
 
     Args:
         batch_size: number of images.
-        side: height and width of the images, in pixels.
-        in_channels: channels of the images.
-        num_classes: number of classes.
+        networks: networks that see the images.
         seed: seed of the draws.
     """
-    generator = torch_generator(seed, "proxy batch")
-    images = torch.randn(batch_size, in_channels, side, side, generator=generator)
-    return images, torch.randint(num_classes, (batch_size,), generator=generator)
+    generator, classes = torch_generator(seed, "proxy batch"), networks.shape["num_classes"]
+    images = torch.randn(networks.images(batch_size).shape, generator=generator)
+    return images, torch.randint(classes, (batch_size,), generator=generator)
 
 
 def folder_batch(
-    folder: str | Path,
-    batch_size: int,
-    *,
-    side: int,
-    in_channels: int,
-    num_classes: int,
-    seed: int,
+    folder: str | Path, batch_size: int, networks: Networks, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Return random images and labels of a folder, with mean 0 and standard deviation 1 over the batch.
 
@@ -350,12 +336,13 @@ def folder_batch(
     Raises:
         ConfigurationError: if the folder or an image cannot be read, or there are too many classes.
     """
+    in_channels, num_classes = (networks.shape[name] for name in ("in_channels", "num_classes"))
     if in_channels not in (1, 3):
         raise ConfigurationError(
             f"images: in_channels must be 1 or 3 for images, got {in_channels}"
         )
     path = Path(folder)
-    source = ImageFolder(str(path.parent), image_size=side, train=path.name, test=None)
+    source = ImageFolder(str(path.parent), image_size=networks.side, train=path.name, test=None)
     try:
         loaded = source.load()
     except ConfigurationError as error:

@@ -4,30 +4,42 @@ A row is an edge with its own decision: row r of α, shape (num_rows, num_operat
 operations on that edge. A function makes the edges of a network: mixtures of all candidates during a
 search, single operations in the final network.
 
+A cost of a network is a sum over rows, so that exact and expected costs come from one table (`RowCosts`):
+
+    cost(cell) = fixed + Σ_rows cost[row, operation on it]
+    E[cost]    = fixed + Σ_rows Σ_operations p[row, operation] · cost[row, operation]
+
+The expectation is differentiable in p, so hardware-aware searches add it to their loss. The cost of a row
+is summed over all cells of the network that repeat the edge, at their channels and image sizes.
+
 Convolutions that several spaces share are ReLU, convolution without bias, batch norm, in this order.
-Sources: Liu et al. 2019 (DARTS) and Dong & Yang 2020 (NAS-Bench-201), with their released code.
+Sources: Liu et al. 2019 (DARTS) and Dong & Yang 2020 (NAS-Bench-201), with their released code; Cai et al.
+2019, ProxylessNAS, section 3.3, and Wu et al. 2019, FBNet, eq. 7, for the expectation.
 Differs: on images of odd side a factorized reduction pads by one; theirs cannot run there.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+from fl_lightning.nas.cost.count import MEASURES, Cost, Measure, count
+from fl_lightning.nas.spaces.space import Architecture, Networks, SearchSpace
 
 # sizes: channels in, channels out, stride -> operation
 Candidate = Callable[[int, int, int], nn.Module]
-# row, candidates in the order of the space's operations, and the sizes of the edge
-# -> edge, called with an input and the edge weights; None for no edge
+# row, candidates in the order of the space's operations, and the sizes of the edge -> edge; None for no edge
 MakeEdge = Callable[[int, Sequence[Candidate], int, int, int], nn.Module | None]
 
 
@@ -49,29 +61,78 @@ class Row:
         return f"{self.source}→{self.target}"
 
 
-class FixedEdge(nn.Module):
-    """Edge with one operation; ignores the edge weights."""
+class WeighedEdge(nn.Module):
+    """Base of the edges of a search; `CellNetwork` sets their edge weights before it runs."""
 
-    def __init__(self, operation: nn.Module) -> None:
-        super().__init__()
-        self.operation = operation
+    weights: Any = None
+
+
+class CellNetwork(nn.Sequential):
+    """Network of a space of cells: named parts that run one after the other.
+
+    Args:
+        parts: modules by name, the classifier last.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__(OrderedDict(parts))
+
+    @cached_property
+    def _edges(self) -> list[WeighedEdge]:
+        return [part for part in self.modules() if isinstance(part, WeighedEdge)]
 
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        """Apply the operation to x."""
-        return self.operation(x)  # type: ignore[no-any-return]
+        """Return logits (B, num_classes); the edges of a search use given edge weights."""
+        before = [edge.weights for edge in self._edges]
+        try:
+            for edge in self._edges:
+                edge.weights = edge.weights if weights is None else weights
+            return super().forward(x)  # type: ignore[no-any-return]
+        finally:
+            for edge, own in zip(self._edges, before, strict=True):
+                edge.weights = own
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self[-1][-1] if isinstance(self[-1], nn.Sequential) else self[-1]
 
 
-def next_node(edges: nn.ModuleDict, nodes: Sequence[Tensor], weights: Any) -> Tensor:
+def next_node(edges: nn.ModuleDict, nodes: Sequence[Tensor]) -> Tensor:
     """Return the next node of a cell: the sum of its edges from earlier nodes; zeros if it has none.
 
     Args:
         edges: edges of the cell, named ``source_target``; a missing edge is ``none``.
         nodes: earlier nodes.
-        weights: edge weights of a search, or None.
     """
     named = ((x, f"{source}_{len(nodes)}") for source, x in enumerate(nodes))
-    terms = [edges[name](x, weights) for x, name in named if name in edges]
+    terms = [edges[name](x) for x, name in named if name in edges]
     return sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(nodes[0])
+
+
+@dataclass(frozen=True, eq=False)
+class RowCosts:
+    """One cost of the networks of a space of cells, as a sum over rows.
+
+    Attributes:
+        fixed: cost of everything except the choices.
+        of_rows: cost of each operation on each row, shape (num_rows, num_operations).
+    """
+
+    fixed: float
+    of_rows: Tensor
+
+    def of(self, operations: Sequence[int]) -> float:
+        """Return the cost of a network with given operations on the rows (`operations_of`)."""
+        return self.fixed + self.of_rows[range(len(operations)), list(operations)].sum().item()
+
+    def expected(self, probabilities: Tensor) -> Tensor:
+        """Return the expected cost if each row draws an operation independently, a scalar.
+
+        Args:
+            probabilities: shape (num_rows, num_operations); gradients flow.
+        """
+        expectation: Tensor = self.fixed + (probabilities * self.of_rows.to(probabilities)).sum()
+        return expectation
 
 
 class CellSpace(SearchSpace):
@@ -136,7 +197,7 @@ class CellSpace(SearchSpace):
         cells: int = 5,
         affine: bool = True,
     ) -> nn.Module:
-        """Build a network; ``forward(x, weights=None)`` passes the edge weights to every edge.
+        """Build a network; ``forward(x, weights=None)`` takes the edge weights of a search.
 
         Args:
             make_edge: function that makes an edge.
@@ -160,21 +221,20 @@ class CellSpace(SearchSpace):
             ValueError: if a shape is wrong, or a value is not finite.
         """
 
-    def build(self, architecture: Architecture, *, num_classes: int, **options: Any) -> nn.Module:
-        """Build the network of an architecture.
-
-        Args:
-            architecture: architecture of this space.
-            num_classes: number of classes.
-            options: options of `network`.
-        """
+    @override
+    def build(self, architecture: Architecture, **shape: Any) -> nn.Module:
         chosen = self.operations_of(architecture)
 
         def make_edge(row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module | None:
             is_none = chosen[row] == self.none
-            return None if is_none else FixedEdge(candidates[chosen[row]](*sizes))
+            return None if is_none else candidates[chosen[row]](*sizes)
 
-        return self.network(make_edge, num_classes=num_classes, **options)
+        return self.network(make_edge, **shape)
+
+    @override
+    def counted(self, architecture: Architecture, networks: Networks) -> Cost:
+        table, chosen = cost_table(networks), self.operations_of(architecture)
+        return Cost(*(int(table[measure].of(chosen)) for measure in MEASURES))
 
     def edge_shares(self, beta: Tensor) -> Tensor:
         """Return the softmax of β over the edges that enter the same node, shape (num_rows,)."""
@@ -192,6 +252,41 @@ class CellSpace(SearchSpace):
                 )
             if not tensor.isfinite().all():
                 raise ValueError(f"{name} has a number that is not finite, so it defines no cell")
+
+
+@lru_cache(maxsize=64)
+def cost_table(networks: Networks) -> Mapping[Measure, RowCosts]:
+    """Return the costs of the networks of a space of cells by measure; counted once, on the meta device."""
+    space: Any = networks.space
+    inputs: list[tuple[int, Sequence[Candidate], tuple[int, ...], Any]] = []
+
+    def make_edge(row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
+        edge = nn.Sequential(candidates[0](*sizes))
+        edge.register_forward_pre_hook(
+            lambda _, given: inputs.append((row, candidates, sizes, given[0]))
+        )
+        return edge
+
+    def counts(module: nn.Module, x: Any) -> Tensor:
+        return torch.tensor(astuple(count(module, x)), device="cpu")
+
+    shape_of_rows = len(MEASURES), space.num_rows, len(space.operations)
+    of_rows = torch.zeros(shape_of_rows, dtype=torch.int64, device="cpu")
+    with torch.device("meta"):
+        # an edge has its first candidate
+        rest = counts(space.network(make_edge, **networks.shape), networks.images(1))
+        known: dict[tuple[Any, ...], Tensor] = {}
+        for row, candidates, sizes, x in inputs:
+            for number, candidate in enumerate(candidates):
+                key = candidate, sizes, tuple(tensor.shape for tensor in tree_leaves(x))
+                if key not in known:
+                    known[key] = counts(candidate(*sizes), x)
+                if number == 0:
+                    rest -= known[key]
+                if number != space.none:  # an edge that is left out costs nothing
+                    of_rows[:, row, number] += known[key]
+    rows = zip(MEASURES, rest.tolist(), of_rows, strict=True)
+    return {measure: RowCosts(fixed, own) for measure, fixed, own in rows}
 
 
 class RowSpace(CellSpace):

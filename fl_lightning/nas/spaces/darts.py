@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import combinations, product
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.nas.spaces.cells import (
     Candidate,
+    CellNetwork,
     CellSpace,
     FactorizedReduce,
     MakeEdge,
@@ -176,13 +177,23 @@ class DARTS(CellSpace):
         channels: int = 36,
         cells: int = 20,
         affine: bool = True,
-    ) -> nn.Module:
+    ) -> CellNetwork:
         """Return a network of ``cells`` cells in all; published searches use 8 cells of 16 channels.
 
         With ``affine=False`` pools are followed by batch norm, as in the published search network.
         """
-        sizes = num_classes, in_channels, channels, cells
-        return DARTSNetwork(make_edge, self.rows, *sizes, affine)
+        stem = STEM_MULTIPLIER * channels
+        convolution = nn.Conv2d(in_channels, stem, 3, padding=1, bias=False)
+        chain = DARTSCells(make_edge, self.rows, channels, cells, affine)
+        return CellNetwork(
+            {
+                "stem": nn.Sequential(convolution, nn.BatchNorm2d(stem)),
+                "cells": chain,
+                "pool": nn.AdaptiveAvgPool2d(1),
+                "flatten": nn.Flatten(),
+                "classifier": nn.Linear(chain.channels_out, num_classes),
+            }
+        )
 
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
         """Return the architecture that keeps, per node, the two edges with the strongest operations.
@@ -300,34 +311,26 @@ class DARTSCell(nn.Module):
             if edge is not None:
                 self.edges[f"{row.source}_{row.target}"] = edge
 
-    def forward(self, before_last: Tensor, last: Tensor, weights: Any = None) -> Tensor:
+    def forward(self, before_last: Tensor, last: Tensor) -> Tensor:
         """Return the concatenation of the four nodes."""
         nodes = [self.first(before_last), self.second(last)]
         for _ in NODES:
-            nodes.append(next_node(self.edges, nodes, weights))
+            nodes.append(next_node(self.edges, nodes))
         return torch.cat(nodes[2:], 1)
 
 
-class DARTSNetwork(nn.Module):
-    """Network of DARTS: stem, cells (reductions at 1/3 and 2/3 of the depth), classifier."""
+class DARTSCells(nn.ModuleList):
+    """Cells of DARTS, each on the outputs of the two before it; reductions at 1/3 and 2/3 of the cells.
+
+    Attributes:
+        channels_out: channels of the output.
+    """
 
     def __init__(
-        self,
-        make_edge: MakeEdge,
-        rows: Sequence[Row],
-        num_classes: int,
-        in_channels: int,
-        channels: int,
-        cells: int,
-        affine: bool,
+        self, make_edge: MakeEdge, rows: Sequence[Row], channels: int, cells: int, affine: bool
     ) -> None:
         super().__init__()
-        ops = candidates(affine)
-        stem = STEM_MULTIPLIER * channels
-        self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, stem, 3, padding=1, bias=False), nn.BatchNorm2d(stem)
-        )
-        self.cells = nn.ModuleList()
+        ops, stem = candidates(affine), STEM_MULTIPLIER * channels
         before, halve_first = (stem, stem), False
         for number in range(cells):
             reduction = number in (cells // 3, 2 * cells // 3)
@@ -343,18 +346,13 @@ class DARTSNetwork(nn.Module):
                 halve_first=halve_first,
                 affine=affine,
             )
-            self.cells.append(cell)
+            self.append(cell)
             before, halve_first = (before[1], len(NODES) * channels), reduction
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(before[1], num_classes)
+        self.channels_out = before[1]
 
-    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        """Return logits, (batch, num_classes)."""
-        before_last = last = self.stem(x)
-        for cell in self.cells:
-            before_last, last = last, cell(before_last, last, weights)
-        return self.classifier(self.pool(last).flatten(1))  # type: ignore[no-any-return]
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
-        return self.classifier
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the last cell."""
+        before_last = last = x
+        for cell in self:
+            before_last, last = last, cell(before_last, last)
+        return last

@@ -39,7 +39,7 @@ from fl_lightning.nas.spaces.stages import (
     finish_settings,
     repeated,
 )
-from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
+from fl_lightning.nas.spaces.subnetwork import Channels
 
 
 @final
@@ -184,20 +184,13 @@ class InvertedResidual(nn.Module):
 
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors that number the inner channels of the block and of the squeeze."""
-        reduce: Any
-        expand: Any
         if not hasattr(self, "conv_pw"):
             return []
-        norms = [tensor for norm in (self.bn1, self.bn2) for tensor in norm_tensors(norm)]
-        places = [(tensor, 0) for tensor in (self.conv_pw.weight, self.conv_dw.weight, *norms)]
-        places.append((self.conv_pwl.weight, 1))
+        out, into = (self.conv_pw, self.bn1, self.conv_dw, self.bn2), (self.conv_pwl,)
         if isinstance(self.se, nn.Identity):
-            return [Channels(tuple(places), (self.conv_pwl.weight, 1))]
+            return [Channels(out, into)]
         reduce, expand = self.se.conv_reduce, self.se.conv_expand
-        places += [(reduce.weight, 1), (expand.weight, 0), (expand.bias, 0)]
-        squeezed = ((reduce.weight, 0), (reduce.bias, 0), (expand.weight, 1))
-        ranked = Channels(tuple(places), (self.conv_pwl.weight, 1))
-        return [ranked, Channels(squeezed, (expand.weight, 1))]
+        return [Channels((*out, expand), (reduce, *into)), Channels((reduce,), (expand,))]
 
 
 class SqueezeExcite(nn.Module):

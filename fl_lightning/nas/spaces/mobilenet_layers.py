@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.spaces.cells import Candidate, MakeEdge, Row, RowSpace
+from fl_lightning.nas.spaces.cells import Candidate, CellNetwork, MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.elastic import multiple_of_8
 from fl_lightning.nas.spaces.mobilenet import Block, InvertedResidual, MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
@@ -111,7 +111,7 @@ class MobileNetLayers(RowSpace):
         channels: int | None = None,
         cells: int | None = None,
         affine: bool = True,
-    ) -> nn.Module:
+    ) -> CellNetwork:
         """Return a network of these layers.
 
         Args:
@@ -136,7 +136,17 @@ class MobileNetLayers(RowSpace):
                 f"cells={cells}. Set cells to {self.depth}, or sizes.depths for another number"
             )
         shapes = self.shapes if channels is None else _scaled(self.shapes, channels)
-        return LayeredNetwork(shapes, make_edge, num_classes, in_channels, affine)
+        shape = {"num_classes": num_classes, "in_channels": in_channels}
+        pieces = shapes.pieces_of(shapes.largest, **shape)
+        parts = {name: made(pieces[name]) for name in ("stem", "first")}
+        layers = nn.Sequential()
+        for row, (_, block) in enumerate(blocks_of(pieces["stages"])):
+            kind = block.squeeze, block.swish, affine
+            candidates = (*(_block(*sizes, *kind) for sizes in BLOCKS), _skip(affine))
+            layer = make_edge(row, candidates, block.channels_in, block.channels_out, block.stride)
+            assert layer is not None, "there is no operation that leaves a layer out"
+            layers.append(layer)
+        return CellNetwork({**parts, "layers": layers, "head": made(pieces["head"])})
 
 
 def _scaled(shapes: MobileNet, channels: int) -> MobileNet:
@@ -165,39 +175,3 @@ def _skip(affine: bool) -> Candidate:
         )
 
     return make
-
-
-class LayeredNetwork(nn.Module):
-    """Network of one operation per layer: stem, first block, layers, head."""
-
-    def __init__(
-        self,
-        shapes: MobileNet,
-        make_edge: MakeEdge,
-        num_classes: int,
-        in_channels: int,
-        affine: bool,
-    ) -> None:
-        super().__init__()
-        shape = {"num_classes": num_classes, "in_channels": in_channels}
-        pieces = shapes.pieces_of(shapes.largest, **shape)
-        self.stem, self.first = made(pieces["stem"]), made(pieces["first"])
-        self.layers = nn.ModuleList()
-        for row, (_, block) in enumerate(blocks_of(pieces["stages"])):
-            kind = block.squeeze, block.swish, affine
-            candidates = (*(_block(*sizes, *kind) for sizes in BLOCKS), _skip(affine))
-            layer = make_edge(row, candidates, block.channels_in, block.channels_out, block.stride)
-            assert layer is not None, "there is no operation that leaves a layer out"
-            self.layers.append(layer)
-        self.head: Any = made(pieces["head"])
-
-    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        """Return logits, (batch, num_classes)."""
-        x = self.first(self.stem(x))
-        for layer in self.layers:
-            x = layer(x, weights)
-        return self.head(x)  # type: ignore[no-any-return]
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
-        return self.head[-1]  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 import numpy as np
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import (
     Candidate,
+    CellNetwork,
     MakeEdge,
     ReLUConvBN,
     Row,
@@ -136,11 +137,19 @@ class NASBench201(RowSpace):
         channels: int = 16,
         cells: int = 5,
         affine: bool = True,
-    ) -> nn.Module:
+    ) -> CellNetwork:
         """Return a network of three stages of ``cells`` cells with C, 2C and 4C channels."""
-        return NASBench201Network(
-            make_edge, num_classes, in_channels, channels, cells, candidates(affine)
-        )
+        ops, stages = candidates(affine), nn.Sequential()
+        stem = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
+        parts: dict[str, nn.Module] = {"stem": nn.Sequential(stem, nn.BatchNorm2d(channels))}
+        for width in (channels, 2 * channels, 4 * channels):
+            if width > channels:
+                stages.append(ResidualReduction(width // 2, width))
+            stages.extend(NASBench201Cell(make_edge, width, ops) for _ in range(cells))
+        parts["cells"] = stages
+        parts["norm"] = nn.Sequential(nn.BatchNorm2d(4 * channels), nn.ReLU())
+        parts["pool"], parts["flatten"] = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        return CellNetwork({**parts, "classifier": nn.Linear(4 * channels, num_classes)})
 
 
 def _term(source: str, operation: str) -> str:
@@ -175,11 +184,11 @@ class NASBench201Cell(nn.Module):
         }
         self.edges = nn.ModuleDict({name: edge for name, edge in made.items() if edge is not None})
 
-    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the last node; zeros if it has no edges."""
         nodes = [x]
         for _ in range(3):
-            nodes.append(next_node(self.edges, nodes, weights))
+            nodes.append(next_node(self.edges, nodes))
         return nodes[-1]
 
 
@@ -199,43 +208,6 @@ class ResidualReduction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, channels_out, ⌈side / 2⌉, ⌈side / 2⌉)."""
         return self.block(x) + self.shortcut(x)  # type: ignore[no-any-return]
-
-
-class NASBench201Network(nn.Module):
-    """Network of NAS-Bench-201: stem, three stages of cells with reductions between, classifier."""
-
-    def __init__(
-        self,
-        make_edge: MakeEdge,
-        num_classes: int,
-        in_channels: int,
-        channels: int,
-        cells: int,
-        ops: Sequence[Candidate],
-    ) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
-        )
-        self.cells = nn.ModuleList()
-        for width in (channels, 2 * channels, 4 * channels):
-            if width > channels:
-                self.cells.append(ResidualReduction(width // 2, width))
-            self.cells.extend(NASBench201Cell(make_edge, width, ops) for _ in range(cells))
-        self.norm = nn.Sequential(nn.BatchNorm2d(4 * channels), nn.ReLU())
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(4 * channels, num_classes)
-
-    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        """Return logits, (batch, num_classes)."""
-        x = self.stem(x)
-        for cell in self.cells:
-            x = cell(x, weights) if isinstance(cell, NASBench201Cell) else cell(x)
-        return self.classifier(self.pool(self.norm(x)).flatten(1))  # type: ignore[no-any-return]
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
-        return self.classifier
 
 
 DataSet = Literal["cifar10", "cifar100", "imagenet16_120"]

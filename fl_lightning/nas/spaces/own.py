@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib import import_module
 from typing import Any, ClassVar, final
 
@@ -31,13 +31,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.cost import built_cost
-from fl_lightning.nas.cost.count import Cost
-from fl_lightning.nas.relaxation import EdgeWeights, MixedEdge
-from fl_lightning.nas.spaces.cells import MakeEdge, Row, RowSpace
+from fl_lightning.nas.spaces.cells import CellNetwork, MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.choices import Building, ValueChoice, building, now
 from fl_lightning.nas.spaces.sizes import SizedNetwork, SizeSpace
-from fl_lightning.nas.spaces.space import Architecture, Decision
+from fl_lightning.nas.spaces.space import Decision
 
 
 class LayerChoice(nn.Module):
@@ -121,23 +118,8 @@ def _made(module: str | type[nn.Module], shape: Mapping[str, Any]) -> nn.Module:
 _SOME_SHAPE = {"num_classes": 10, "in_channels": 3, "channels": 16, "cells": 5}
 
 
-class _WeighedNetwork(nn.Module):
-    """Wrapper that passes edge weights to the mixed edges inside a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
-        edges = [part for part in self.modules() if isinstance(part, MixedEdge)]
-        before = [edge.weights for edge in edges]
-        try:
-            for edge in edges:
-                edge.weights = weights or edge.weights
-            return self.module(x)  # type: ignore[no-any-return]
-        finally:
-            for edge, own in zip(edges, before, strict=True):
-                edge.weights = own
+class _OwnNetwork(CellNetwork):
+    get_classifier: Any = None  # the module may have one
 
 
 @final
@@ -226,17 +208,11 @@ class LayerSpace(RowSpace):
         sizes = {"channels": channels, "cells": cells}
         with Building(make_edge=layer):
             shape = {"num_classes": num_classes, "in_channels": in_channels, **sizes}
-            return _WeighedNetwork(_made(self.module, shape))
+            return _OwnNetwork({"module": _made(self.module, shape)})
 
 
-class _ModuleNetwork(SizedNetwork):
-    def __init__(self, space: ModuleSpace, shape: Mapping[str, int]) -> None:
-        super().__init__(space, **shape)
-        self.module = _made(space.module, shape)
-
-    @override
-    def logits(self, x: Tensor) -> Tensor:
-        return self.module(x)  # type: ignore[no-any-return]
+class _OwnSizedNetwork(SizedNetwork):
+    get_classifier: Any = None  # the module may have one
 
 
 @final
@@ -254,24 +230,5 @@ class ModuleSpace(SizeSpace):
     module: str | type[nn.Module]
 
     @override
-    def network(self, *, num_classes: int, in_channels: int) -> SizedNetwork:
-        return _ModuleNetwork(self, {"num_classes": num_classes, "in_channels": in_channels})
-
-    @override
-    def cost(
-        self,
-        architecture: Architecture,
-        *,
-        side: int = 32,
-        in_channels: int = 3,
-        num_classes: int = 10,
-    ) -> Cost:
-        return _cost(self, architecture, side, in_channels, num_classes)
-
-
-@lru_cache(maxsize=10_000)
-def _cost(
-    space: ModuleSpace, architecture: Architecture, side: int, in_channels: int, num_classes: int
-) -> Cost:
-    shape = {"in_channels": in_channels, "num_classes": num_classes}
-    return built_cost(space, architecture, side=side, **shape)
+    def network(self, **shape: int) -> SizedNetwork:
+        return _OwnSizedNetwork(self, shape, {"module": _made(self.module, shape)})

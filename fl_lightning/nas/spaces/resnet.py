@@ -36,7 +36,7 @@ from fl_lightning.nas.spaces.stages import (
     finish_settings,
     repeated,
 )
-from fl_lightning.nas.spaces.subnetwork import Channels, norm_tensors
+from fl_lightning.nas.spaces.subnetwork import Channels
 
 
 @final
@@ -178,11 +178,9 @@ class Bottleneck(nn.Module):
 
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors that number the inner channels before and after the 3×3 convolution."""
-        first = [(tensor, 0) for tensor in (self.conv1.weight, *norm_tensors(self.bn1))]
-        second = [(tensor, 0) for tensor in (self.conv2.weight, *norm_tensors(self.bn2))]
         return [
-            Channels((*first, (self.conv2.weight, 1)), (self.conv2.weight, 1)),
-            Channels((*second, (self.conv3.weight, 1)), (self.conv3.weight, 1)),
+            Channels((self.conv1, self.bn1), (self.conv2,)),
+            Channels((self.conv2, self.bn2), (self.conv3,)),
         ]
 
 

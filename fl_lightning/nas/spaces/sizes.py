@@ -11,45 +11,31 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.spaces import subnetwork
 from fl_lightning.nas.spaces.choices import Building, ValueChoice
 from fl_lightning.nas.spaces.space import Architecture, Decision, SearchSpace
 
 
 class SizeSpace(SearchSpace):
-    """Base of the spaces of sizes; subclasses define `network` and `cost`.
+    """Base of the spaces of sizes; subclasses define `network`.
 
     A supernet is a network whose sizes are choices; ``forward(x, architecture=None)`` runs a sub-network.
     """
 
     @abstractmethod
-    def network(self, *, num_classes: int, in_channels: int) -> SizedNetwork:
-        """Construct a network with the choices of the active `Building`."""
-
-    @abstractmethod
-    def cost(
-        self,
-        architecture: Architecture,
-        *,
-        side: int = 32,
-        in_channels: int = 3,
-        num_classes: int = 10,
-    ) -> Cost:
-        """Exact cost of an architecture's network for one image.
+    def network(self, **shape: int) -> SizedNetwork:
+        """Construct a network with the choices of the active `Building`.
 
         Args:
-            architecture: architecture of this space.
-            side: height and width of the images, in pixels.
-            in_channels: channels of the images.
-            num_classes: number of classes.
+            shape: num_classes and in_channels.
         """
 
     @cached_property
@@ -77,8 +63,8 @@ class SizeSpace(SearchSpace):
             most[kind] = max(len(decision.options), most.get(kind, 0))
         return most
 
+    @override
     def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
-        """Return for each choice whether it has an effect; choices of blocks beyond the depth have none."""
         known = self.found.choices
         depths = {
             label: choice.options[number]
@@ -130,13 +116,6 @@ class SizeSpace(SearchSpace):
         """
         return iter(dict.fromkeys(super().enumerate()))
 
-    def check_own(self, architecture: Architecture) -> None:
-        """Raise ConfigurationError for an architecture of another space."""
-        if architecture.space is not self and architecture.space != self:
-            raise ConfigurationError(
-                f"{self.name} cannot use an architecture of another space ({architecture.space.name})"
-            )
-
     def chosen(self, architecture: Architecture) -> Building:
         """Return the context in which the network of one architecture is constructed."""
         self.check_own(architecture)
@@ -149,41 +128,43 @@ class SizeSpace(SearchSpace):
         network.choices = list(found.choices.values())
         return network
 
+    @override
     def build(
         self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
     ) -> SizedNetwork:
-        """Return a new plain network of an architecture."""
         with self.chosen(architecture):
             return self.network(num_classes=num_classes, in_channels=in_channels)
 
-    def extract(self, supernet: nn.Module, architecture: Architecture) -> nn.Module:
+    def extract(self, supernet: SizedNetwork, architecture: Architecture) -> nn.Module:
         """Return a plain network with the weights of a sub-network, and so the same outputs."""
-        part = self.build(architecture, **_shape(supernet))
+        part = self.build(architecture, **supernet.shape)
         return subnetwork.copy(supernet, part)
 
-    def held(self, supernet: nn.Module, architecture: Architecture) -> dict[str, Tensor]:
+    def held(self, supernet: SizedNetwork, architecture: Architecture) -> dict[str, Tensor]:
         """Return masks of the supernet's coordinates that a sub-network uses, bool by parameter name.
 
         True exactly for the coordinates that can get a gradient from the sub-network.
         """
-        return subnetwork.held(supernet, lambda: self.build(architecture, **_shape(supernet)))
+        return subnetwork.held(supernet, lambda: self.build(architecture, **supernet.shape))
 
 
-class SizedNetwork(nn.Module):
-    """Base of the networks of a space of sizes; subclasses define `logits`.
+class SizedNetwork(nn.Sequential):
+    """Network of a space of sizes: named parts that run one after the other.
 
     Args:
         space: space of the network.
-        num_classes: number of classes.
-        in_channels: channels of the images.
+        shape: num_classes and in_channels.
+        parts: modules by name, the classifier last.
 
     Attributes:
         choices: choices of the layers, in the order of the space's decisions; empty in a plain network.
     """
 
-    def __init__(self, space: SizeSpace, num_classes: int, in_channels: int) -> None:
-        super().__init__()
-        self.space, self.num_classes, self.in_channels = space, num_classes, in_channels
+    def __init__(
+        self, space: SizeSpace, shape: Mapping[str, int], parts: Mapping[str, nn.Module]
+    ) -> None:
+        super().__init__(OrderedDict(parts))
+        self.space, self.shape = space, shape
         self.choices: list[ValueChoice] = []
 
     def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
@@ -193,12 +174,8 @@ class SizedNetwork(nn.Module):
             self.space.check_own(chosen)
             for choice, index in zip(self.choices, chosen.choices, strict=True):
                 choice.index = index
-        return self.logits(x)
+        return super().forward(x)  # type: ignore[no-any-return]
 
-    @abstractmethod
-    def logits(self, x: Tensor) -> Tensor:
-        """Return logits (B, num_classes) under the current choices."""
-
-
-def _shape(supernet: nn.Module) -> dict[str, int]:
-    return {"num_classes": supernet.num_classes, "in_channels": supernet.in_channels}  # type: ignore[dict-item]
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self[-1][-1] if isinstance(self[-1], nn.Sequential) else self[-1]

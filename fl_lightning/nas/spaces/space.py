@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, final
 
 import torch
+from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.nas.cost.count import Cost, count
 
 # Largest number of architectures for `enumerate`: more would take too long.
 MOST_ENUMERATED = 1_000_000
@@ -105,6 +108,10 @@ class SearchSpace(ABC):
         """Return the architecture with given choices."""
         return Architecture(self, tuple(int(choice) for choice in choices))
 
+    def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
+        """Return for each choice whether it has an effect; by default all have."""
+        return (True,) * len(choices)
+
     @property
     def size(self) -> int:
         """Number of architectures; different ones may compute the same function."""
@@ -133,6 +140,101 @@ class SearchSpace(ABC):
             )
         options = (range(len(decision.options)) for decision in self.decisions)
         return (self.architecture(choices) for choices in product(*options))
+
+    def check_own(self, architecture: Architecture) -> None:
+        """Raise ConfigurationError for an architecture of another space."""
+        if architecture.space is not self and architecture.space != self:
+            raise ConfigurationError(
+                f"{self.name} cannot use an architecture of another space ({architecture.space.name})"
+            )
+
+    @abstractmethod
+    def build(self, architecture: Architecture, **shape: Any) -> nn.Module:
+        """Return a new network of an architecture, from images to logits.
+
+        Args:
+            architecture: architecture of this space.
+            shape: shape of the network: num_classes; in_channels, 3 by default; of cells also channels (of
+                the first cells), cells (their number), with the defaults of the space.
+        """
+
+    @final
+    def cost(
+        self,
+        architecture: Architecture,
+        *,
+        side: int = 32,
+        in_channels: int = 3,
+        num_classes: int = 10,
+        **sizes: int,
+    ) -> Cost:
+        """Exact cost of an architecture's network for one image.
+
+        Args:
+            architecture: architecture of this space.
+            side: height and width of the images, in pixels.
+            in_channels: channels of the images.
+            num_classes: number of classes.
+            sizes: further options of `build`, e.g. ``channels`` and ``cells``.
+
+        Raises:
+            ConfigurationError: if the architecture is of another space, or a number is not positive.
+
+        Example:
+            >>> from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+            >>> space = NASBench201()
+            >>> space.cost(space.architecture([3] * 6)).flops
+            220119690
+        """
+        shape = {"in_channels": in_channels, "num_classes": num_classes, **sizes}
+        return Networks(self, side, shape).cost(architecture)
+
+    def counted(self, architecture: Architecture, networks: Networks) -> Cost:
+        """Count the cost on a network on the meta device; spaces that know their parts are faster."""
+        return _counted(architecture, networks)
+
+
+@lru_cache(maxsize=10_000)
+def _counted(architecture: Architecture, networks: Networks) -> Cost:
+    with torch.device("meta"):
+        return count(networks.build(architecture), networks.images(1))
+
+
+@dataclass(frozen=True)
+class Networks:
+    """All networks of a space in one shape.
+
+    Attributes:
+        space: space of the networks.
+        side: height and width of the images, in pixels.
+        shape: options of the space's `build`: num_classes, in_channels, of cells also channels and cells.
+    """
+
+    space: SearchSpace
+    side: int
+    shape: Mapping[str, int]
+
+    def __hash__(self) -> int:
+        return hash((self.space, self.side, *self.shape.items()))
+
+    def build(self, architecture: Architecture) -> nn.Module:
+        """Return a new network of an architecture."""
+        return self.space.build(architecture, **self.shape)
+
+    def images(self, count: int) -> Tensor:
+        """Return images of uninitialised pixels that the networks take, on PyTorch's current device."""
+        return torch.empty(count, self.shape["in_channels"], self.side, self.side)
+
+    def cost(self, architecture: Architecture) -> Cost:
+        """Exact cost of an architecture's network for one image.
+
+        Raises:
+            ConfigurationError: if the architecture is of another space, or a number is not positive.
+        """
+        self.space.check_own(architecture)
+        for name, number in {"side": self.side, **self.shape}.items():
+            check_range(name, number, "at least 1")
+        return self.space.counted(architecture, self)
 
 
 class ArchitectureReader:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
@@ -24,7 +24,7 @@ from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
 from fl_lightning.nas.spaces.choices import Building, Number, Size, ValueChoice, inside, most
 from fl_lightning.nas.spaces.elastic import Repeat
 from fl_lightning.nas.spaces.sizes import SizedNetwork, SizeSpace
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, SearchSpace
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Networks, SearchSpace
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ class StagedSpace(SizeSpace):
         return found
 
     @override
-    def network(self, *, num_classes: int, in_channels: int) -> StagedNetwork:
-        return StagedNetwork(self, num_classes, in_channels)
+    def network(self, **shape: int) -> SizedNetwork:
+        parts = {name: made(piece) for name, piece in self.pieces(**shape).items()}
+        return SizedNetwork(self, shape, parts)
 
     def pieces_of(
         self, architecture: Architecture, *, num_classes: int = 10, in_channels: int = 3
@@ -97,18 +98,10 @@ class StagedSpace(SizeSpace):
             return self.pieces(num_classes, in_channels)
 
     @override
-    def cost(
-        self,
-        architecture: Architecture,
-        *,
-        side: int = 32,
-        in_channels: int = 3,
-        num_classes: int = 10,
-    ) -> Cost:
-        shape = {"num_classes": num_classes, "in_channels": in_channels}
-        pieces = self.pieces_of(architecture, **shape).values()
+    def counted(self, architecture: Architecture, networks: Networks) -> Cost:
+        pieces = self.pieces_of(architecture, **networks.shape).values()
         blocks = (block for piece in pieces for block in blocks_of(piece))
-        return chain_cost(blocks, (in_channels, side, side))
+        return chain_cost(blocks, (networks.shape["in_channels"], networks.side, networks.side))
 
     @cached_property
     def stages(self) -> tuple[StageLabels, ...]:
@@ -182,26 +175,6 @@ def blocks_of(piece: Any) -> tuple[Piece, ...]:
     if isinstance(piece, list):
         return tuple(block for stage in piece for block in stage.blocks)
     return piece.blocks if isinstance(piece, RepeatedBlocks) else (piece,)
-
-
-class StagedNetwork(SizedNetwork):
-    """Network of a `StagedSpace`: its pieces run one after the other."""
-
-    def __init__(self, space: StagedSpace, num_classes: int, in_channels: int) -> None:
-        super().__init__(space, num_classes, in_channels)
-        for name, piece in space.pieces(num_classes, in_channels).items():
-            self.add_module(name, made(piece))
-
-    @override
-    def logits(self, x: Tensor) -> Tensor:
-        for part in self.children():
-            x = part(x)
-        return x
-
-    def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
-        *_, last = self.children()
-        return last[-1] if isinstance(last, nn.Sequential) else last
 
 
 def made(piece: Any) -> nn.Module:

@@ -91,30 +91,29 @@ class Channels:
     """Inner channels of a block.
 
     Attributes:
-        places: tensors that have the channels as a dimension, with the index of the dimension.
-        ranked_by: weights of the next layer with the index of the dimension, for the importance.
+        out: layers that put the channels out, norms among them.
+        into: layers that read the channels; the weights of the last one rank them.
+        features: number of adjacent features that make one channel, e.g. those of an attention head.
     """
 
-    places: tuple[tuple[Tensor, int], ...]
-    ranked_by: tuple[Tensor, int]
+    out: tuple[Any, ...]
+    into: tuple[Any, ...]
+    features: int = 1
 
-    @property
-    def number(self) -> int:
-        """Number of channels."""
-        weights, dimension = self.ranked_by
-        return weights.shape[dimension]
+    def places(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield views of all tensors that have the channels as a dimension, with its index."""
+        for layer in self.out:
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+                if tensor.ndim:  # a batch norm counts its batches in a scalar
+                    yield tensor.data.unflatten(0, (-1, self.features)), 0
+        for layer in self.into:
+            yield layer.weight.data.unflatten(1, (-1, self.features)), 1
 
     @property
     def importance(self) -> Tensor:
         """L1 norm of the weights of each channel in the next layer, shape (channels,)."""
-        weights, dimension = self.ranked_by
-        return weights.detach().abs().transpose(0, dimension).flatten(1).sum(1)
-
-
-def norm_tensors(norm: nn.BatchNorm2d) -> list[Tensor]:
-    """Return the tensors of a batch norm that have one value per channel."""
-    candidates = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    return [tensor for tensor in candidates if tensor is not None]
+        weights: Tensor = self.into[-1].weight.data.unflatten(1, (-1, self.features))
+        return weights.abs().transpose(0, 1).flatten(1).sum(1)
 
 
 def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
@@ -154,9 +153,9 @@ def sort_channels(network: nn.Module, trained: Iterable[nn.Module] = ()) -> None
         for name, block in network.named_modules():
             parts = [_channels(plain[name]) for plain in smaller if name in plain]
             for index, channels in enumerate(_channels(block)):
-                widths = sorted({part[index].number for part in parts})
+                widths = sorted({len(part[index].importance) for part in parts})
                 order = ranking(channels.importance, widths)
-                for tensor, dimension in channels.places:
+                for tensor, dimension in channels.places():
                     tensor.copy_(tensor.index_select(dimension, order.to(tensor.device)))
 
 

@@ -1,10 +1,11 @@
 """Vision transformer space of AutoFormer: features, depth, and heads and MLP ratio of each block.
 
-    network: patches, class token, blocks, norm, classifier
+    network: patches, class token and positions, blocks, norm, classifier of the class token
     block: x <- x + attention(norm(x)),   x <- x + W₂ gelu(W₁ norm(x))
 
 All blocks have the same number of features (the residual stream), and every head has 64. Parameters have
-the names of timm's `VisionTransformer`, except that queries, keys and values have a layer each.
+the names of timm's `VisionTransformer`, except that queries, keys and values have a layer each, and that the
+class token and the positions are in `tokens`.
 Source: Chen et al. 2021, ICCV (AutoFormer), table 1 ("supernet-tiny"); Dosovitskiy et al. 2021.
 Differs: no relative positions; the classifier reads the class token, as in the original transformer.
 """
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
-from fl_lightning.nas.spaces.choices import Size, pick, size_of
+from fl_lightning.nas.cost.count import Cost, Piece
+from fl_lightning.nas.spaces.choices import Size, most, pick, size_of
 from fl_lightning.nas.spaces.elastic import (
     Attention,
     ElasticConv2d,
@@ -29,10 +30,10 @@ from fl_lightning.nas.spaces.elastic import (
     ElasticLinear,
     fitting,
 )
-from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.sizes import SizedNetwork
+from fl_lightning.nas.spaces.space import Architecture, Networks
 from fl_lightning.nas.spaces.stages import (
     Pieces,
-    StagedNetwork,
     StagedSpace,
     finish_settings,
     repeated,
@@ -98,41 +99,29 @@ class ViT(StagedSpace):
 
         return {
             "patch_embed": (PatchEmbedding, in_channels, width, self.patch),
+            "tokens": (Tokens, width, self.patches),
             "blocks": repeated(pick(self.depths, "network depth"), block),
             "norm": (fitting_norm, width),
+            "first": (FirstToken,),
             "head": (fitting, ElasticLinear, width, num_classes),
         }
 
     @override
-    def network(self, *, num_classes: int, in_channels: int) -> ViTNetwork:
-        return ViTNetwork(self, num_classes, in_channels)
+    def network(self, **shape: int) -> SizedNetwork:
+        network = super().network(**shape)
+        for layer in network.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        return network
 
-    def cost(
-        self,
-        architecture: Architecture,
-        *,
-        side: int = 32,
-        in_channels: int = 3,
-        num_classes: int = 10,
-    ) -> Cost:
-        """Exact cost of an architecture's network for one image.
-
-        Raises:
-            ConfigurationError: if `side` is not the `image_side` of the space.
-        """
-        if side != self.image_side:
+    @override
+    def counted(self, architecture: Architecture, networks: Networks) -> Cost:
+        if networks.side != self.image_side:
             raise ConfigurationError(
-                f"{self.name} is for images of {self.image_side} pixels, got {side}: set image_side"
+                f"{self.name} is for images of {self.image_side} pixels, got {networks.side}: set image_side"
             )
-        shape = {"num_classes": num_classes, "in_channels": in_channels}
-        patches, stage, norm, last = self.pieces_of(architecture, **shape).values()
-        width, tokens = patches[2], self.patches + 1
-        return (
-            chain_cost([patches], (in_channels, side, side))
-            + Cost(0, width * (1 + tokens), 0)  # class token and positions
-            + chain_cost([*stage.blocks, norm], (tokens, width))
-            + chain_cost([last], (width,))
-        )
+        return super().counted(architecture, networks)
 
 
 def small_vit() -> ViT:
@@ -187,14 +176,9 @@ class TransformerBlock(nn.Module):
 
     def hidden_channels(self) -> list[Channels]:
         """Return the tensors that number the heads, and those that number the inner features of the MLP."""
-        attn, size = self.attn, self.attn.head_features
-        layers = (attn.query, attn.key, attn.value)
-        tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-        heads = [(tensor.data.unflatten(0, (-1, size)), 0) for tensor in tensors]
-        mixed = (attn.proj.weight.data.unflatten(1, (-1, size)), 1)
-        into, out = self.mlp.fc1, self.mlp.fc2
-        inside = ((into.weight, 0), (into.bias, 0), (out.weight, 1))
-        return [Channels((*heads, mixed), mixed), Channels(inside, (out.weight, 1))]
+        attn = self.attn
+        heads = (attn.query, attn.key, attn.value), (attn.proj,), attn.head_features
+        return [Channels(*heads), Channels((self.mlp.fc1,), (self.mlp.fc2,))]
 
 
 def hidden(features: int, ratio: float) -> int:
@@ -214,30 +198,26 @@ class PatchEmbedding(nn.Module):
         return self.proj(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-class ViTNetwork(StagedNetwork):
-    """Network of the vision transformer space: a plain one, or the supernet."""
+class Tokens(nn.Module):
+    """Class token before the patches, and learned positions of all tokens."""
 
-    patch_embed: nn.Module
-    blocks: nn.Module
-    norm: nn.LayerNorm
-    head: nn.Module
-
-    def __init__(self, space: ViT, num_classes: int, in_channels: int) -> None:
-        super().__init__(space, num_classes, in_channels)
-        features = self.norm.normalized_shape[0]
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, features))
-        self.pos_embed = nn.Parameter(torch.zeros(1, space.patches + 1, features))
-        for layer in self.modules():
-            if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=0.02)
-                nn.init.zeros_(layer.bias)
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+    def __init__(self, features: Size, patches: int) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, most(features)))
+        self.pos_embed = nn.Parameter(torch.zeros(1, patches + 1, most(features)))
         nn.init.normal_(self.cls_token, std=1e-6)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
-    @override
-    def logits(self, x: Tensor) -> Tensor:
-        tokens = self.patch_embed(x)
-        width = tokens.shape[2]
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, patches + 1, features)."""
+        width = x.shape[2]
         first = self.cls_token[..., :width].expand(len(x), -1, -1)
-        tokens = torch.cat([first, tokens], 1) + self.pos_embed[..., :width]
-        return self.head(self.norm(self.blocks(tokens))[:, 0])  # type: ignore[no-any-return]
+        return torch.cat([first, x], 1) + self.pos_embed[..., :width]
+
+
+class FirstToken(nn.Module):
+    """First of several tokens, which the classifier reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, features)."""
+        return x[:, 0]

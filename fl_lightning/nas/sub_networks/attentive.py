@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from typing_extensions import override
 from fl_lightning.core.errors import check_range
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
-from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.spaces.space import Architecture, Networks
 from fl_lightning.nas.sub_networks.capability import within
 from fl_lightning.nas.sub_networks.methods import Method, Step, sandwich_loss
 
@@ -63,10 +63,8 @@ class Attentive(Method):
 
     @override
     def loss(self, step: Step) -> Tensor:
-        bins = bins_by_cost(
-            step.space, step.cost, seed=step.seed, num_drawn=self.pool, num_bins=self.num_bins
-        )
-
+        sizes = {"num_drawn": self.pool, "num_bins": self.num_bins}
+        bins = bins_by_flops(step.networks, seed=step.seed, **sizes)
         drawn = [self._kept(bins, step) for _ in range(self.num_drawn)]
         return sandwich_loss(step, drawn)
 
@@ -139,4 +137,8 @@ class CostBins:
         return drawn
 
 
-bins_by_cost = lru_cache(maxsize=4)(CostBins)  # a pure function that takes two seconds
+@lru_cache(maxsize=4)  # a pure function that takes two seconds
+def bins_by_flops(networks: Networks, **options: int) -> CostBins:
+    """Return the bins of multiply-adds of networks; options are those of `CostBins`."""
+    space: Any = networks.space
+    return CostBins(space, lambda one: networks.cost(one).flops, **options)

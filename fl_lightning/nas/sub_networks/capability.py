@@ -33,33 +33,10 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed, torch_generator
-from fl_lightning.nas.cost.cost import Measure
+from fl_lightning.nas.cost.count import Measure
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.spaces.sizes import SizeSpace
-from fl_lightning.nas.spaces.space import Architecture
-
-
-@dataclass(frozen=True)
-class CostOf:
-    """Cost of an architecture in networks of one shape.
-
-    Attributes:
-        measure: ``flops``, ``params`` or ``activations``.
-        side: side of the images, in pixels.
-        in_channels: channels of the images.
-        num_classes: number of classes.
-    """
-
-    measure: Measure = "flops"
-    side: int = 32
-    in_channels: int = 3
-    num_classes: int = 10
-
-    def __call__(self, architecture: Architecture) -> float:
-        """Return the cost of an architecture."""
-        space: Any = architecture.space
-        shape = {"in_channels": self.in_channels, "num_classes": self.num_classes}
-        return float(getattr(space.cost(architecture, side=self.side, **shape), self.measure))
+from fl_lightning.nas.spaces.space import Architecture, Networks
 
 
 class Budget(NamedTuple):
@@ -196,33 +173,31 @@ class BudgetTable(Capability):
         return [found[client] for client in range(num_clients)]
 
 
-def limits(
-    capability: Capability, space: SizeSpace, cost: CostOf, num_clients: int
-) -> list[Architecture]:
+def limits(capability: Capability, networks: Networks, num_clients: int) -> list[Architecture]:
     """Return the largest sub-network that each client can afford.
 
     Raises:
         ConfigurationError: if a client cannot afford the smallest, or a latency file is for other networks.
     """
+    space: Any = networks.space
+
+    def counted(architecture: Architecture) -> float:
+        return float(getattr(networks.cost(architecture), capability.measure))
+
+    def on_device(file: str | None) -> Callable[[Architecture], float]:
+        if file is None:
+            return counted
+        table = LatencyTable.read(file)
+        table.check(networks)
+        return table.milliseconds
 
     @cache
     def limit(budget: Budget) -> Architecture:
-        on_device = _cost_on(budget.latency_file, space, cost)
-        unit = on_device(space.largest) if capability.relative else 1.0
-        return largest_within(space, on_device, budget.amount * unit)
+        cost = on_device(budget.latency_file)
+        unit = cost(space.largest) if capability.relative else 1.0
+        return largest_within(space, cost, budget.amount * unit)
 
     return [limit(budget) for budget in capability.budgets(num_clients)]
-
-
-def _cost_on(file: str | None, space: SizeSpace, cost: CostOf) -> Callable[[Architecture], float]:
-    """Return the function for a network's milliseconds on a device, or for its cost without a file."""
-    if file is None:
-        return cost
-    table = LatencyTable.read(file)
-    table.check(
-        space, cost.side, {"in_channels": cost.in_channels, "num_classes": cost.num_classes}
-    )
-    return table.milliseconds
 
 
 def within(architecture: Architecture, limit: Architecture) -> Architecture:

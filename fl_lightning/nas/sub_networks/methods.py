@@ -36,8 +36,8 @@ from typing_extensions import override
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.spaces.sizes import SizeSpace
-from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.nas.sub_networks.capability import CostOf, within
+from fl_lightning.nas.spaces.space import Architecture, Networks
+from fl_lightning.nas.sub_networks.capability import within
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Step:
         num_rounds: planned number of rounds; 0 if unknown.
         generator: generator of the step's draws.
         seed: seed of draws that are made once per run.
-        cost: cost of an architecture, in multiply-adds.
+        networks: networks that share the weights.
         logits: function for the logits of a sub-network on the batch.
         labels_loss: function for the loss of logits against the labels of the batch.
         whole: function for the logits of the largest network, regularised if that is on.
@@ -63,7 +63,7 @@ class Step:
     num_rounds: int
     generator: torch.Generator
     seed: int
-    cost: CostOf
+    networks: Networks
     logits: Callable[[Architecture], Tensor]
     labels_loss: Callable[[Tensor], Tensor]
     whole: Callable[[Architecture], Tensor]

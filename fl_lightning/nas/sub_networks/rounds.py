@@ -8,8 +8,7 @@ before a narrower width joins, so that narrow networks start with the most impor
 the largest network, and of widths that already train, do not change. The optimizer (of the server, or of a
 central run) then starts without state, because its state is by channel. Clients must have no state by
 coordinates.
-Evaluation: statistics of the largest, the smallest and a middle network are recalibrated before every
-validation and test, and at the end of rounds without validation. The module keeps those of the largest.
+At the end of a round without validation batch norm statistics are recalibrated, as before evaluations.
 Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,8 +106,7 @@ class SubNetworkRounds(Callback):
             return
         if module.capability is not None:
             num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
-            cost = replace(module.costs, measure=module.capability.measure)
-            self._limits = limits(module.capability, module.space, cost, num_clients)
+            self._limits = limits(module.capability, module.networks, num_clients)
         check_personal(federation.personal, module.network)
         self._current = CurrentClient()
         federation.add(self._current)
@@ -152,15 +149,6 @@ class SubNetworkRounds(Callback):
         """Restore the weights of the frozen teacher."""
         self.teacher = state_dict["teacher"]
 
-    # Evaluation.
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recompute the batch norm statistics of the evaluated sub-networks."""
-        module: Any = pl_module
-        module.recalibrate()
-
-    on_test_epoch_start = on_validation_epoch_start
-
     def on_train_batch_end(
         self,
         trainer: Trainer,
@@ -171,7 +159,7 @@ class SubNetworkRounds(Callback):
     ) -> None:
         """Recompute statistics at the end of a round without validation, before checkpoints are saved."""
         if trainer.is_last_batch and not trainer.enable_validation:
-            self.on_validation_epoch_start(trainer, pl_module)
+            self._module.recalibrate()
 
 
 _NO_WIDTH = ("kernel", "depth")
@@ -208,7 +196,7 @@ def sort_before_round(trainer: Trainer, module: Any) -> None:
     if not any(kind not in _NO_WIDTH and more > less for kind, less, more in rows):
         return
     with torch.device("meta"):
-        trained = [space.build(one, **module.shape) for one in _narrower(space, before)]
+        trained = [module.networks.build(one) for one in _narrower(space, before)]
     sort_channels(module.network, trained)
     federation = federation_of(trainer)
     if federation is None:
