@@ -50,7 +50,7 @@ def main() -> None:
 
     scores: dict[str, Any] = {name: sizes(name) for name in ("params", "flops")}
     for name in args.scores:
-        scores[name] = ProxyScore(PROXIES[name], NETWORKS, *batch, seed=args.seed)
+        scores[name] = ProxyScore(name, NETWORKS, [batch], args.seed)
     both = [scores["params"], scores[args.scores[0]]]
     scores[f"params+{args.scores[0]}"] = MeanRank(both, SPACE, seed=args.seed)
     scores["none"] = lambda cell: 0.0

@@ -194,8 +194,8 @@ class CellMixture(SharedWeights):
     @cached_property
     def costs(self) -> dict[str, RowCosts]:
         """Costs of networks of this shape by measure; with a latency file also ``latency_ms``."""
-        timed = {} if self.latency is None else {"latency_ms": self.latency.rows}
-        return {**cost_table(self.networks), **timed}
+        costs: dict[str, RowCosts] = {**cost_table(self.networks)}
+        return costs if self.latency is None else {**costs, "latency_ms": self.latency.rows}
 
     @property
     def shown(self) -> dict[str, EdgeWeights]:

@@ -119,7 +119,10 @@ def test_the_best_operation_of_each_row_is_derived():
     ("text", "message"),
     [
         ("k3e3-k3e3-k3e3|k3e3", r"character 10 is '-'; expected '\|'"),
-        ("k3e4-k3e3|k3e3-k3e3", "character 1 is 'k3e4'; expected the operation: k3e3, k3e6"),
+        (
+            "k3e4-k3e3|k3e3-k3e3",
+            "character 1 is 'k3e4'; expected the option of stage 1 layer 1: k3e3, k3e6",
+        ),
         ("k3e3-k3e3|k3e3", "it ends there; expected '-'"),
     ],
 )

@@ -66,10 +66,10 @@ def test_the_number_of_an_operation_is_its_place_in_the_string():
         ("", "it ends there; expected '|'"),
         ("nor_conv_3x3", "character 1 is 'nor_conv_3x3'; expected '|'"),
         (FIRST.replace("nor_conv_1x1~0|skip", "conv~0|skip", 1), "character 19 is 'conv'"),
-        (FIRST.replace("~1", "~0", 1), "expected the number of its source: 1"),
-        (FIRST[:-1], "it ends there; expected '|'"),
+        (FIRST.replace("~1", "~0", 1), "'~'; expected '~1|+|'"),
+        (FIRST[:-1], "character 93 is '~'; expected '~2|'"),
         (FIRST + "+", "expected its end"),
-        ("|none~0|+|none~0|", "expected the operation: none, skip_connect, nor_conv_1x1"),
+        ("|none~0|+|none~0|", "expected '~0|'"),
     ],
 )
 def test_what_is_no_cell_is_refused_with_the_place(text, said):

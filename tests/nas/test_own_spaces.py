@@ -161,7 +161,9 @@ def test_a_space_is_written_and_read():
     for space in (SIZED, LAYERS):
         again = described_space(description(space))
         assert again.decisions == space.decisions
-    with pytest.raises(ConfigurationError, match="character 7 is '5'; expected the width: 4, 8"):
+    with pytest.raises(
+        ConfigurationError, match="character 7 is '5'; expected the option of width: 4, 8"
+    ):
         SIZED.parse("width=5|depth=1")
 
 

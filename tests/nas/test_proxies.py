@@ -13,6 +13,7 @@ from torch import nn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import LayerChoice, LayerSpace, Supernet, ZeroCostStart
+from fl_lightning.nas.cost.latency_measurement import rank_correlation
 from fl_lightning.nas.search.proxies import (
     PROXIES,
     MeanRank,
@@ -31,6 +32,7 @@ from fl_lightning.nas.search.proxies import (
 from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 from fl_lightning.nas.spaces.space import Networks
+from fl_lightning.nas.spaces.vit import ViT
 
 TABLE = Path(__file__).parents[3] / "shared" / "data" / "nasbench201_test_accuracy.csv"
 
@@ -227,12 +229,46 @@ def test_every_proxy_scores_every_space(space, name):
     made = NAMES[space]()
     cells = {"channels": 4, "cells": 1} if space == "nas_bench_201" else {}
     networks = Networks(made, side, {"num_classes": 10, "in_channels": 3, **cells})
-    score = ProxyScore(PROXIES[name], networks, *noise_batch(4, networks, 0))
+    score = ProxyScore(name, networks, [noise_batch(4, networks, 0)])
     drawn = made.architecture([len(decision.options) - 1 for decision in made.decisions])
     state = torch.get_rng_state()
     assert math.isfinite(score(drawn)) or space == "nas_bench_201"
     assert score(drawn) == score(drawn)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["plain", "fisher"])
+def test_a_pooled_score_is_that_of_all_examples_in_one_batch(name):
+    """Clients of 2, 3 and 7 images; a transformer has no batch norm."""
+    sizes = {"features": (8,), "heads": (2,), "ratios": (1.0,), "depths": (1,), "head_features": 4}
+    space = ViT(image_side=8, patch=4, **sizes)
+    networks = Networks(space, 8, {"in_channels": 3, "num_classes": 4})
+    images, labels = noise_batch(12, networks, 0)
+    clients = list(zip(images.split([2, 3, 7]), labels.split([2, 3, 7]), strict=True))
+    whole = ProxyScore(name, networks, [(images, labels)])(space.largest)
+    assert ProxyScore(name, networks, clients)(space.largest) == pytest.approx(whole, rel=1e-4)
+
+
+def test_over_iid_clients_a_pooled_score_ranks_as_one_batch_does():
+    """Batch norms see a client's images alone."""
+    space = NASBench201()
+    shape = {"in_channels": 3, "num_classes": 10, "channels": 4, "cells": 1}
+    networks = Networks(space, 8, shape)
+    images, labels = noise_batch(64, networks, 0)
+    clients = list(zip(images.split(16), labels.split(16), strict=True))
+    generator = torch.Generator().manual_seed(0)
+    cells = [space.sample(generator) for _ in range(20)]
+    scores = [ProxyScore("fisher", networks, batches) for batches in (clients, [(images, labels)])]
+    found, expected = ([score(cell) for cell in cells] for score in scores)
+    assert rank_correlation(found, expected) > 0.9
+
+
+@pytest.mark.parametrize("name", ["snip", "grad_norm", "naswot", "jacov"])
+def test_scores_that_do_not_add_up_are_of_one_client(name):
+    networks = Networks(NASBench201(), 8, {"in_channels": 3, "num_classes": 10})
+    batch = noise_batch(2, networks, 0)
+    with pytest.raises(ConfigurationError, match=f"score {name} is no sum over examples"):
+        ProxyScore(name, networks, [batch, batch])
 
 
 @pytest.mark.parametrize("in_channels", [1, 3])
@@ -276,6 +312,6 @@ def test_proxies_rank_cells_as_training_does():
     truth = [table.lookup(cell)["cifar10"] for cell in cells]
     networks = Networks(space, 16, {"num_classes": 10, "in_channels": 3, "cells": 1})
     batch = noise_batch(32, networks, 0)
-    scores = {name: ProxyScore(PROXIES[name], networks, *batch) for name in ("synflow", "naswot")}
+    scores = {name: ProxyScore(name, networks, [batch]) for name in ("synflow", "naswot")}
     for score in (*scores.values(), benchmark_flops, benchmark_params):
         assert spearmanr([score(cell) for cell in cells], truth).statistic > 0.4

@@ -114,7 +114,7 @@ def test_the_report_shows_what_was_found():
 
 def test_a_method_is_a_small_diff_that_says_how_to_run_it():
     for path in (CONFIGS / "nas").glob("*.yaml"):
-        if "quickstart" in path.stem:
+        if "quickstart" in path.stem or path.stem == "imagenet":  # of their own
             continue
         content, text = yaml.safe_load(path.read_text()), path.read_text()
         assert f"--config configs/nas/{path.name}" in text

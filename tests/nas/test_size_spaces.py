@@ -1,13 +1,16 @@
 """Spaces of sizes: counts, strings, sub-networks against the plain networks, what they hold, cost."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.cost.blocks import blocks_of
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
@@ -251,6 +254,31 @@ def test_formulas_cost_what_is_counted_at_published_sizes(space):
         assert networks.cost(architecture) == SearchSpace.counted(space, architecture, networks)
 
 
+def test_a_network_resizes_its_images_before_the_stem():
+    """At every resolution it computes, and costs, what the plain network does on resized images."""
+    space = replace(TINY_MOBILENET, resolutions=(9, 13))
+    assert space.size == 2 * TINY_MOBILENET.size
+    torch.manual_seed(0)
+    network = space.supernet(num_classes=5, in_channels=2).double().eval()
+    x = images(space)
+    for side, same in ((9, "k3e3|k5e4-k3e6"), (13, "k7e3-k5e4|k3e3")):
+        architecture = space.parse(f"r{side}:{same}")
+        assert str(architecture) == f"r{side}:{same}"
+        part = space.extract(network, architecture)
+        assert torch.allclose(network(x, architecture), part(x), rtol=1e-12, atol=1e-12)
+        resized = nn.functional.interpolate(x, (side, side), mode="bilinear", antialias=True)
+        assert torch.equal(part(x), part[1:](resized))
+        ours = space.cost(architecture, side=13)
+        expected = TINY_MOBILENET.cost(TINY_MOBILENET.parse(same), side=side)
+        assert (ours.flops, ours.params) == (expected.flops, expected.params)
+        networks = Networks(space, 13, {"in_channels": 3, "num_classes": 10})
+        assert ours == SearchSpace.counted(space, architecture, networks)
+    with pytest.raises(ConfigurationError, match=r"leave sizes\.resolutions empty"):
+        MobileNetLayers(space)
+    with pytest.raises(ConfigurationError, match="has several resolutions"):
+        blocks_of(networks)
+
+
 def test_a_transformer_is_for_one_side():
     with pytest.raises(ConfigurationError, match="for images of 12 pixels, got 32: set image_side"):
         TINY_VIT.cost(TINY_VIT.largest, side=32)
@@ -315,8 +343,8 @@ def test_an_architecture_of_another_space_is_refused():
             r"depths must be a list \(each entry a list \(each entry a whole",
         ),
         (lambda: MobileNet(swish=[1, 0]), r"swish must be a list \(each entry True or False\)"),
-        (lambda: MobileNetLayers(3), "sizes must be a MobileNet or None, got 3"),
-        (lambda: MobileNetLayers(TINY_VIT), "sizes must be a MobileNet or None, got ViT"),
+        (lambda: MobileNetLayers(3), "sizes must be a MobileNet, got 3"),
+        (lambda: MobileNetLayers(TINY_VIT), "sizes must be a MobileNet, got ViT"),
     ],
 )
 def test_spaces_that_make_no_sense(make, message):

@@ -26,17 +26,8 @@ from fl_lightning.nas import (
 )
 from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
 from fl_lightning.nas.relaxation import EdgeWeights
-from fl_lightning.nas.spaces.cells import CellSpace, Row
+from fl_lightning.nas.spaces.cells import CellNetwork, CellSpace, Row
 from fl_lightning.nas.spaces.space import Decision
-
-
-class Mixture(nn.Module):
-    def __init__(self, edge, num_classes):
-        super().__init__()
-        self.edge, self.head = edge, nn.Linear(4, num_classes)
-
-    def forward(self, x, weights=None):
-        return self.head(self.edge(x, weights).flatten(1))
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,8 @@ class TwoLayers(CellSpace):
             lambda i, o, s: nn.Conv2d(4, 4, 1),
             lambda i, o, s: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()),
         )
-        return Mixture(make_edge(0, candidates, 4, 4, 1), num_classes)
+        edge, head = make_edge(0, candidates, 4, 4, 1), nn.Linear(4, num_classes)
+        return CellNetwork({"edge": edge, "flatten": nn.Flatten(), "head": head})
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")

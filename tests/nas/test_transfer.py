@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from readme import ROOT
+from small_sets import write_folder
 from test_one_shot import RESNET, VIT, data, one_shot
 from toys import toy_trainer
 
@@ -117,6 +118,44 @@ def test_a_supernet_of_half_of_the_digits_helps_with_the_other_half(capsys):
     halves = "--data.init_args.source.init_args.classes=[5,6,7,8,9]"
     fit("scratch", 4, "--config", "best.yaml", halves)
     assert transferred > accuracy(capsys) + 0.05
+
+
+@pytest.mark.usefixtures("_folder")
+def test_a_folder_of_images_from_the_network_of_all_sizes_to_another_folder():
+    """The commands of configs/nas/imagenet.yaml on small images."""
+    write_folder(Path("images"), "train", ["a", "b"], 16, size=(24, 24))
+    write_folder(Path("flowers"), "train", ["x", "y", "z"], 10, size=(24, 24))
+    source, space = "--data.init_args.source.init_args", "--model.init_args.space.init_args"
+    small = [
+        *(f"{space}.resolutions=[16, 24]", f"{space}.widths=[8, 8, 8, 16, 16, 16]"),
+        *(f"{space}.strides=[1, 2, 2]", f"{space}.squeeze=[false, false, true]"),
+        *(
+            f"{space}.swish=[false, true, true]",
+            f"{space}.depths=[1, 2]",
+            f"{space}.kernels=[3, 5]",
+        ),
+        *("--model.init_args.num_classes=2", "--model.init_args.image_size=24"),
+        *(f"{source}.root=images", f"{source}.image_size=24", f"{source}.batch_size=4"),
+        *(f"{source}.val_fraction=0.25", "--trainer.precision=32-true"),
+        *("--federation.cohort.init_args.fraction=0.5", "--trainer.accelerator=cpu"),
+    ]
+    supernet = fit("all", 1, "--config", str(ROOT / "configs/nas/imagenet.yaml"), *small)
+    wanted = ["--constraint=flops<=2e6", "--budget=4", "--export=best.yaml"]
+    main(["search", "--ckpt_path", supernet, *wanted])
+    network = yaml.safe_load(Path("best.yaml").read_text())["model"]["init_args"]["network"]
+    assert network["init_args"]["architecture"].startswith(("r16:", "r24:"))
+    tuned = fit(
+        "tuned", 1, "--config", "best.yaml", "--model.init_args.optimizer.init_args.lr=0.01"
+    )
+    other = [
+        *(f"{source}.classes=null", f"{source}.root=flowers", "--model.init_args.num_classes=3"),
+        "--model.init_args.network.init_args.num_classes=3",
+        f"--model.init_args.network.init_args.weights={tuned}",
+    ]
+    moved = fit("moved", 1, "--config", "best.yaml", "--config", TRANSFER, *other)
+    before, after = (torch.load(p, weights_only=True)["state_dict"] for p in (tuned, moved))
+    head = [name for name in after if after[name].shape != before[name].shape]
+    assert [after[name].shape[0] for name in head] == [3, 3]  # weight and bias of the classifier
 
 
 @pytest.mark.usefixtures("_folder")

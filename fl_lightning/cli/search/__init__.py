@@ -86,9 +86,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "these as synflow+params, which is the mean of their ranks; or accuracy: that in --table, or with "
         "--ckpt_path that of the supernet's parts. If null accuracy with one of these two, else synflow.",
         table="The truth of NAS-Bench-201, a CSV file.",
-        images="A folder of images, one sub-folder a class, for proxies; noise if null. Synflow sees their "
-        "shape alone.",
         latency="A file of fl-lightning latency: the cost latency_ms.",
+    )
+    _add_list(
+        group,
+        "--images",
+        text="A folder of images, one sub-folder a class, for proxies; noise if none. May be given several times, "
+        "once for each client: scores are pooled. Synflow sees their shape alone.",
     )
     _add_list(
         group,
@@ -182,7 +186,7 @@ def _check_sources(given: Any) -> None:
             f"table: a search by --score {given.score} does not read it: leave it out, or give --score "
             "accuracy"
         )
-    if given.images is not None and not set(names) & set(PROXIES):
+    if given.images and not set(names) & set(PROXIES):
         raise ConfigurationError(
             f"images: a search by --score {given.score} does not see them: leave them out, or give "
             f"--score as one of {', '.join(PROXIES)}"
@@ -251,8 +255,8 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
         truth = NASBench201Table.read(given.table)
         return lambda architecture: truth.lookup(architecture)["cifar10"]
     sizes = given.batch_size, networks, given.seed
-    batch = noise_batch(*sizes) if given.images is None else folder_batch(given.images, *sizes)
-    return ProxyScore(PROXIES[name], networks, *batch, seed=given.seed)
+    batches = [folder_batch(folder, *sizes) for folder in given.images]
+    return ProxyScore(name, networks, batches or [noise_batch(*sizes)], given.seed)
 
 
 def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
@@ -308,16 +312,16 @@ def _report(
         print(_next(command, data_words(networks, given.images), "of the run"))
 
 
-def data_words(networks: Networks, images: str | None) -> list[str]:
+def data_words(networks: Networks, images: Sequence[str]) -> list[str]:
     """Return options of a fit that name data of the networks' shape; empty if no data set here has it.
 
     Args:
         networks: the networks.
-        images: folder of images, with one folder for each class; None if there is none.
+        images: folders of images, with one folder for each class; the first is named.
     """
     size = [f"--data.image_size={networks.side}"]
-    if images is not None:
-        folder = Path(images)
+    if images:
+        folder = Path(images[0])
         root = [f"--data.root={folder.parent}", f"--data.train={folder.name}", "--data.test=null"]
         return ["--data=fl_lightning.data.ImageFolder", *root, *size]
     name = _KNOWN_DATA.get((networks.shape["in_channels"], networks.shape["num_classes"]))

@@ -3,8 +3,7 @@
 Two blocks are of the same kind if they have the same layers and the same input size:
 
     cells   "cell nor_conv_3x3 16→32 stride 2": cell, operation, channels and stride
-    sizes   "stage 2 first w0.8 after w0.65 e0.25": stage, "first" for the block that opens the stage,
-            sizes of the stage, sizes of the stage before (for the first block), sizes of the block
+    sizes   "stage 2 Bottleneck(24, 40, 2, 0.25, True)": stage, constructor and arguments of the block
 
 A space has few kinds of blocks, and a handful of its networks contain all of them.
 """
@@ -24,7 +23,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace
 from fl_lightning.nas.spaces.elastic import Repeat
 from fl_lightning.nas.spaces.space import Architecture, Networks
-from fl_lightning.nas.spaces.stages import StagedSpace
+from fl_lightning.nas.spaces.stages import RepeatedBlocks, StagedSpace
 
 # network, kinds of the blocks by module
 Marked = tuple[nn.Module, Mapping[nn.Module, str]]
@@ -39,6 +38,11 @@ def blocks_of(networks: Networks) -> CellBlocks | SizeBlocks:
     space = networks.space
     if isinstance(space, CellSpace) and space.has_shapes:
         return CellBlocks(space, networks.shape)
+    if getattr(space, "resolutions", ()):
+        raise ConfigurationError(
+            f"{space.name} has several resolutions, and times of blocks are for one: give one side with "
+            "--side, and a space without resolutions"
+        )
     if isinstance(space, StagedSpace):
         return SizeBlocks(space, networks)
     raise ConfigurationError(
@@ -141,20 +145,14 @@ class SizeBlocks:
 
     def of(self, architecture: Architecture) -> list[str]:
         """Return the kind of every block of an architecture, with repetitions."""
-        texts, kinds = self.space.texts(architecture.choices), []
-        before = ""
-
-        def text(labels: Sequence[str]) -> str:
-            return "".join(texts[label] for label in labels)
-
-        for stage in self.space.stages:
-            name, own = stage.depth.removesuffix(" depth"), text(stage.own)
-            for number, block in enumerate(stage.blocks[: int(texts[stage.depth])]):
-                first = [name, "first", own, f"after {before}" if before else ""]
-                words = [*([name, own] if number else first), text(block)]
-                kinds.append(" ".join(word for word in words if word))
-            before = own
-        return kinds
+        pieces = self.space.pieces_of(architecture).values()
+        every = (one for piece in pieces for one in (piece if isinstance(piece, list) else [piece]))
+        stages = (one for one in every if isinstance(one, RepeatedBlocks))
+        return [
+            f"stage {number} {make.__name__}{tuple(arguments)}"
+            for number, stage in enumerate(stages, 1)
+            for make, *arguments in stage.blocks
+        ]
 
     def networks(self) -> Iterator[Marked]:
         """Yield a few networks that together contain every kind of block."""

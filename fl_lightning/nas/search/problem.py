@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -140,15 +140,9 @@ class Problem:
     constraints: tuple[Constraint, ...] = ()
 
     @cached_property
-    def _costs(self) -> dict[tuple[int, ...], Mapping[str, float]]:
-        return {}
-
-    def costs(self, architecture: Architecture) -> Mapping[str, float]:
-        """Return the costs of an architecture; computed once and cached."""
-        choices = architecture.choices
-        if choices not in self._costs:
-            self._costs[choices] = self.cost(architecture)
-        return self._costs[choices]
+    def costs(self) -> Costs:
+        """Function for the costs of an architecture; computes them once."""
+        return cache(self.cost)
 
     def excess(self, architecture: Architecture) -> float:
         """Return the sum of the excesses of all constraints; 0 if all are met."""

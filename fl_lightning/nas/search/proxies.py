@@ -16,6 +16,15 @@
 
 Several proxies are combined by ranks, which need no common unit: the score of an architecture is the share
 of random architectures that it beats, averaged over proxies (`MeanRank`).
+Over clients a score is pooled: every client scores the network on its own batch, and sends a number.
+
+    S = Σ_c (n_c / n)^d S_c,   n = Σ_c n_c,   n_c examples of client c
+
+n^d S is a sum over examples for ``plain`` (d = 1, S is linear in the gradient of a mean) and ``fisher`` (d = 3,
+S is a mean of squares of gradients of a mean): then S is the score of all examples in one batch, but for batch
+norms, which see a client's batch alone. ``snip`` and ``grad_norm`` are not linear in the gradient, ``naswot`` and
+``jacov`` compare examples of different clients: they are refused. ``synflow`` and ``l2_norm`` see no examples.
+
 θ are the weights of convolutions and linear layers. The number of parameters and FLOPs are proxies as well;
 a proxy that does not beat them is useless. All networks see the same batch: noise, or images of a folder.
 Source of the proxies as scores of architectures: Abdelfattah et al. 2021, ICLR, and its code.
@@ -44,6 +53,7 @@ from fl_lightning.nas.spaces.space import Architecture, Networks, SearchSpace
 
 # network, images (batch, channels, side, side), labels (batch,) -> score of the network
 Proxy = Callable[[nn.Module, Tensor, Tensor], float]
+Batch = tuple[Tensor, Tensor]  # images, labels
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.GELU, nn.SiLU)
@@ -242,6 +252,10 @@ def _remove_norms(network: nn.Module) -> None:
                 setattr(module, name, nn.Identity())
 
 
+# the powers d of the scores that can be pooled; 0 for those that see no examples
+_POWERS = {"synflow": 0, "l2_norm": 0, "plain": 1, "fisher": 3}
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class ProxyScore:
@@ -250,26 +264,38 @@ class ProxyScore:
     Every network is initialised with the same seed, and sees the same batch.
 
     Attributes:
-        proxy: proxy that is computed.
+        name: name of the proxy, one of `PROXIES`.
         networks: networks that are scored.
-        images: batch of images.
-        labels: labels of the batch.
+        batches: batch of each client; of several the score is pooled.
         seed: seed of the initial weights.
+
+    Raises:
+        ConfigurationError: for several batches and a proxy that cannot be pooled.
     """
 
-    proxy: Proxy
+    name: str
     networks: Networks
-    images: Tensor
-    labels: Tensor
+    batches: Sequence[Batch]
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.batches) > 1 and self.name not in _POWERS:
+            raise ConfigurationError(
+                f"score {self.name} is no sum over examples, so that those of {len(self.batches)} clients do "
+                f"not add up: use {', '.join(_POWERS)}, or the images of one client"
+            )
 
     def __call__(self, architecture: Architecture) -> float:
         """Return the score of an architecture."""
-        devices = [] if self.images.device.type == "cpu" else [self.images.device]
+        device = self.batches[0][0].device
+        devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices=devices):  # PyTorch's layers draw from the global one
             torch.manual_seed(derive_seed(self.seed, "proxy weights"))
-            network = self.networks.build(architecture).to(self.images.device)
-        return self.proxy(network, self.images, self.labels)
+            network = self.networks.build(architecture).to(device)
+        proxy, total = PROXIES[self.name], sum(len(labels) for _, labels in self.batches)
+        power = _POWERS.get(self.name, 0)
+        seen = self.batches if power else self.batches[:1]
+        return sum((len(batch[1]) / total) ** power * proxy(network, *batch) for batch in seen)
 
 
 @final

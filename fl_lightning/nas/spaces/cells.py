@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from fl_lightning.nas.cost.count import MEASURES, Cost, Measure, count
+from fl_lightning.nas.cost.count import MEASURES, Cost, count
 from fl_lightning.nas.spaces.space import Architecture, Networks, SearchSpace
 
 # sizes: channels in, channels out, stride -> operation
@@ -87,7 +87,7 @@ class CellNetwork(nn.Sequential):
         try:
             for edge in self._edges:
                 edge.weights = edge.weights if weights is None else weights
-            return super().forward(x)  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return,no-untyped-call]
         finally:
             for edge, own in zip(self._edges, before, strict=True):
                 edge.weights = own
@@ -255,7 +255,7 @@ class CellSpace(SearchSpace):
 
 
 @lru_cache(maxsize=64)
-def cost_table(networks: Networks) -> Mapping[Measure, RowCosts]:
+def cost_table(networks: Networks) -> Mapping[str, RowCosts]:
     """Return the costs of the networks of a space of cells by measure; counted once, on the meta device."""
     space: Any = networks.space
     inputs: list[tuple[int, Sequence[Candidate], tuple[int, ...], Any]] = []

@@ -6,8 +6,11 @@
 Each convolution is followed by batch norm, the first two of a block also by an activation. Five stages of 2,
 3 or 4 blocks, kernels of 3, 5, 7, expansions of 3, 4, 6: 9² + 9³ + 9⁴ = 7,371 choices per stage, 2.18·10¹⁹
 networks. The default widths and strides are the published ones, for images of 224 pixels.
+With `resolutions` the side of the images is a size as well: the network resizes them before its stem.
 Source: Cai et al. 2020, ICLR (Once-for-All), section 3.1, and its released code (`OFAMobileNetV3`);
-Howard et al. 2019 (MobileNetV3).
+Howard et al. 2019 (MobileNetV3); Yu et al. 2020, ECCV (BigNAS), section 3.1, for resolutions.
+Differs: in the papers images are cropped and resized once, when they are read; here they are read at one side
+and resized again.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ from functools import partial
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
+from torch.nn import functional
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Piece
 from fl_lightning.nas.spaces.cells import depthwise
-from fl_lightning.nas.spaces.choices import Size, is_open, pick, size_of
+from fl_lightning.nas.spaces.choices import Size, is_open, now, pick, size_of
 from fl_lightning.nas.spaces.elastic import (
     ElasticBatchNorm2d,
     ElasticConv2d,
@@ -56,11 +60,14 @@ class MobileNet(StagedSpace):
         strides: strides of the stem and of each stage.
         squeeze: whether blocks have squeeze-and-excitation: the first block, then each stage.
         swish: whether blocks have hard swish instead of ReLU: the first block, then each stage.
+        resolutions: sides of the images to choose from, in pixels; empty for images as they come.
 
     Example:
         >>> space = MobileNet()
         >>> f"{space.size:.3g}"
         '2.18e+19'
+        >>> str(MobileNet(resolutions=(192, 224)).smallest)
+        'r192:k3e3-k3e3|k3e3-k3e3|k3e3-k3e3|k3e3-k3e3|k3e3-k3e3'
         >>> str(space.smallest)
         'k3e3-k3e3|k3e3-k3e3|k3e3-k3e3|k3e3-k3e3|k3e3-k3e3'
         >>> space = small_mobilenet()
@@ -69,7 +76,7 @@ class MobileNet(StagedSpace):
     """
 
     name: ClassVar[str] = "mobilenet"
-    letters: ClassVar[Mapping[str, str]] = {"kernel": "k", "expansion": "e"}
+    letters: ClassVar[Mapping[str, str]] = {"kernel": "k", "expansion": "e", "resolution": "r"}
 
     kernels: tuple[int, ...] = (3, 5, 7)
     expansions: tuple[int, ...] = (3, 4, 6)
@@ -78,9 +85,12 @@ class MobileNet(StagedSpace):
     strides: tuple[int, ...] = (2, 2, 2, 2, 1, 2)
     squeeze: tuple[bool, ...] = (False, False, True, False, True, True)
     swish: tuple[bool, ...] = (False, False, False, True, True, True)
+    resolutions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        finish_settings(self, kernel=self.kernels, expansion=self.expansions, depth=self.depths)
+        sizes = {"kernel": self.kernels, "expansion": self.expansions, "depth": self.depths}
+        sizes |= {"resolution": self.resolutions} if self.resolutions else {}
+        finish_settings(self, **sizes)
         stages = len(self.widths) - 4
         if (
             stages < 1
@@ -97,7 +107,11 @@ class MobileNet(StagedSpace):
     def pieces(self, num_classes: int, in_channels: int) -> Pieces:
         first, second, *_ = self.widths
         block = Block(first, second, 1, self.squeeze[0], self.swish[0], 3, 1, expands=False)
+        resolution: Pieces = {}
+        if self.resolutions:
+            resolution = {"resize": (Resize, pick(self.resolutions, "network resolution"))}
         return {
+            **resolution,
             "stem": (stem, in_channels, first, self.strides[0]),
             "first": (InvertedResidual, block),
             "stages": [self._stage(number) for number in range(1, len(self.strides))],
@@ -191,6 +205,21 @@ class InvertedResidual(nn.Module):
             return [Channels(out, into)]
         reduce, expand = self.se.conv_reduce, self.se.conv_expand
         return [Channels((*out, expand), (reduce, *into)), Channels((reduce,), (expand,))]
+
+
+class Resize(nn.Module):
+    """Images resized to squares of a side, which may be a choice: bilinear, with antialiasing."""
+
+    def __init__(self, side: Size) -> None:
+        super().__init__()
+        self._side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, channels, side, side)."""
+        size = [now(self._side)] * 2
+        if list(x.shape[2:]) == size:
+            return x
+        return functional.interpolate(x, size, mode="bilinear", antialias=True)
 
 
 class SqueezeExcite(nn.Module):

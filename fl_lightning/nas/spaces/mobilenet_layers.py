@@ -9,8 +9,7 @@ norm, because image size and channels change. So every layer has the same operat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import ClassVar, final
@@ -21,7 +20,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import Candidate, CellNetwork, MakeEdge, Row, RowSpace
 from fl_lightning.nas.spaces.elastic import multiple_of_8
 from fl_lightning.nas.spaces.mobilenet import Block, InvertedResidual, MobileNet, small_mobilenet
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
+from fl_lightning.nas.spaces.space import Decision
 from fl_lightning.nas.spaces.stages import blocks_of, made
 
 BLOCKS = tuple(product((3, 5, 7), (3, 6)))
@@ -34,8 +33,8 @@ class MobileNetLayers(RowSpace):
     """MobileNet space with one operation per layer.
 
     Attributes:
-        sizes: space that sets widths, strides, activations and the largest depth; `small_mobilenet`, for
-            images of 32 pixels, if None.
+        sizes: space that sets widths, strides, activations and the largest depth; by default
+            `small_mobilenet`, for images of 32 pixels.
 
     Example:
         >>> space = MobileNetLayers()
@@ -49,26 +48,23 @@ class MobileNetLayers(RowSpace):
     operations: ClassVar[tuple[str, ...]] = (*(f"k{k}e{e}" for k, e in BLOCKS), SKIP)
     none: ClassVar[int] = -1  # no layer can be left out: it would break the chain
 
-    sizes: MobileNet | None = None
+    sizes: MobileNet = field(default_factory=small_mobilenet)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", self.sizes or small_mobilenet())
-
-    @property
-    def shapes(self) -> MobileNet:
-        """Space that sets the sizes, given or by default."""
-        assert self.sizes is not None, "set at the start"
-        return self.sizes
+        if self.sizes.resolutions:
+            raise ConfigurationError(
+                f"{self.name}: layers are chosen, not sides of images: leave sizes.resolutions empty"
+            )
 
     @property
     def depth(self) -> int:
         """Number of layers per stage."""
-        return self.shapes.depths[-1]
+        return self.sizes.depths[-1]
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """One row per layer, stage by stage."""
-        stages = range(1, len(self.shapes.strides))
+        stages = range(1, len(self.sizes.strides))
         return tuple(
             Row(f"stage {stage}", layer, layer + 1)
             for stage in stages
@@ -85,22 +81,10 @@ class MobileNetLayers(RowSpace):
         """Return input, 1, 2, …, output."""
         return ("input", *map(str, range(1, self.depth)), "output")
 
-    def text(self, choices: Sequence[int]) -> str:
-        """Return the string of an architecture: stages joined by ``|``, layers by ``-``."""
-        names = [self.operations[choice] for choice in choices]
-        starts = range(0, len(names), self.depth)
-        return "|".join("-".join(names[start : start + self.depth]) for start in starts)
-
-    def parse(self, text: str) -> Architecture:
-        """Parse the string of an architecture."""
-        reader = ArchitectureReader(text.strip(), self.name)
-        choices = []
-        for row in range(self.num_rows):
-            if row:
-                reader.expect("-" if row % self.depth else "|")
-            choices.append(reader.option(self.operations, "operation"))
-        reader.end()
-        return self.architecture(choices)
+    @property
+    def separators(self) -> tuple[str, ...]:
+        """Those of a string of stages joined by ``|``, of layers joined by ``-``."""
+        return ("", *("-" if row % self.depth else "|" for row in range(1, self.num_rows)), "")
 
     def network(
         self,
@@ -135,14 +119,14 @@ class MobileNetLayers(RowSpace):
                 f"{self.name} has {self.depth} layers a stage, each with a decision of its own; got "
                 f"cells={cells}. Set cells to {self.depth}, or sizes.depths for another number"
             )
-        shapes = self.shapes if channels is None else _scaled(self.shapes, channels)
+        sizes = self.sizes if channels is None else _scaled(self.sizes, channels)
         shape = {"num_classes": num_classes, "in_channels": in_channels}
-        pieces = shapes.pieces_of(shapes.largest, **shape)
+        pieces = sizes.pieces_of(sizes.largest, **shape)
         parts = {name: made(pieces[name]) for name in ("stem", "first")}
         layers = nn.Sequential()
         for row, (_, block) in enumerate(blocks_of(pieces["stages"])):
             kind = block.squeeze, block.swish, affine
-            candidates = (*(_block(*sizes, *kind) for sizes in BLOCKS), _skip(affine))
+            candidates = (*(_block(*size, *kind) for size in BLOCKS), _skip(affine))
             layer = make_edge(row, candidates, block.channels_in, block.channels_out, block.stride)
             assert layer is not None, "there is no operation that leaves a layer out"
             layers.append(layer)

@@ -42,7 +42,7 @@ from fl_lightning.nas.spaces.cells import (
     average_pool,
     next_node,
 )
-from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
+from fl_lightning.nas.spaces.space import Architecture, Decision
 
 # in the order of the strings: node by node, its sources in order
 EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
@@ -91,26 +91,10 @@ class NASBench201(RowSpace):
         """Return input, 1, 2, output."""
         return ("input", "1", "2", "output")
 
-    def text(self, choices: Sequence[int]) -> str:
-        """Return the benchmark's string of a cell, e.g. ``|skip_connect~0|+|none~0|…~1|+|…~0|…~1|…~2|``."""
-        nodes: dict[int, str] = dict.fromkeys((1, 2, 3), "|")
-        for (source, target), choice in zip(EDGES, choices, strict=True):
-            nodes[target] += f"{self.operations[choice]}~{source}|"
-        return "+".join(nodes.values())
-
-    def parse(self, text: str) -> Architecture:
-        """Parse the benchmark's string of a cell."""
-        reader = ArchitectureReader(text.strip(), self.name)
-        choices = []
-        for target in (1, 2, 3):
-            reader.expect("|" if target == 1 else "+|")
-            for source in range(target):
-                choices.append(reader.option(self.operations, "operation"))
-                reader.expect("~")
-                reader.option([str(source)], "number of its source")
-                reader.expect("|")
-        reader.end()
-        return self.architecture(choices)
+    @property
+    def separators(self) -> tuple[str, ...]:
+        """Those of the benchmark's strings, e.g. ``|skip_connect~0|+|none~0|…~1|+|…~0|…~1|…~2|``."""
+        return ("|", "~0|+|", "~0|", "~1|+|", "~0|", "~1|", "~2|")
 
     def canonical(self, architecture: Architecture) -> str:
         """Return the benchmark's string of the function of a cell; there are 6,466 different ones.

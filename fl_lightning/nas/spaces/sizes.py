@@ -32,11 +32,7 @@ class SizeSpace(SearchSpace):
 
     @abstractmethod
     def network(self, **shape: int) -> SizedNetwork:
-        """Construct a network with the choices of the active `Building`.
-
-        Args:
-            shape: num_classes and in_channels.
-        """
+        """Construct a network (num_classes, in_channels) with the choices of the active `Building`."""
 
     @cached_property
     def found(self) -> Building:
@@ -129,7 +125,7 @@ class SizeSpace(SearchSpace):
         return network
 
     @override
-    def build(
+    def build(  # type: ignore[override]  # other options are unknown here
         self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
     ) -> SizedNetwork:
         with self.chosen(architecture):
@@ -174,7 +170,7 @@ class SizedNetwork(nn.Sequential):
             self.space.check_own(chosen)
             for choice, index in zip(self.choices, chosen.choices, strict=True):
                 choice.index = index
-        return super().forward(x)  # type: ignore[no-any-return]
+        return super().forward(x)  # type: ignore[no-any-return,no-untyped-call]
 
     def get_classifier(self) -> nn.Module:
         """Return the last layer."""

@@ -86,10 +86,17 @@ class SearchSpace(ABC):
     def decisions(self) -> tuple[Decision, ...]:
         """Decisions, in the order of an architecture's choices."""
 
+    @property
+    def separators(self) -> tuple[str, ...]:
+        """Texts before each option in a string, and after the last; by default ``name=option|name=option``."""
+        names = [f"{decision.name}=" for decision in self.decisions]
+        return (*names[:1], *(f"|{name}" for name in names[1:]), "")
+
     def text(self, choices: Sequence[int]) -> str:
-        """Return the canonical string of given choices; by default ``name=option|name=option``."""
+        """Return the canonical string of given choices."""
         pairs = zip(self.decisions, choices, strict=True)
-        return "|".join(f"{decision.name}={decision.options[choice]}" for decision, choice in pairs)
+        options = [*(decision.options[choice] for decision, choice in pairs), ""]
+        return "".join(map("".join, zip(self.separators, options, strict=True)))
 
     def parse(self, text: str) -> Architecture:
         """Parse the string of an architecture.
@@ -98,9 +105,11 @@ class SearchSpace(ABC):
             ConfigurationError: if the string is invalid; the message names the position.
         """
         reader, choices = ArchitectureReader(text.strip(), self.name), []
-        for number, decision in enumerate(self.decisions):
-            reader.expect(f"{'|' if number else ''}{decision.name}=")
-            choices.append(reader.option(decision.options, decision.name))
+        *separators, last = self.separators
+        for separator, decision in zip(separators, self.decisions, strict=True):
+            reader.expect(separator)
+            choices.append(reader.option(decision.options, f"option of {decision.name}"))
+        reader.expect(last)
         reader.end()
         return self.architecture(choices)
 
@@ -159,26 +168,13 @@ class SearchSpace(ABC):
         """
 
     @final
-    def cost(
-        self,
-        architecture: Architecture,
-        *,
-        side: int = 32,
-        in_channels: int = 3,
-        num_classes: int = 10,
-        **sizes: int,
-    ) -> Cost:
-        """Exact cost of an architecture's network for one image.
+    def cost(self, architecture: Architecture, *, side: int = 32, **shape: int) -> Cost:
+        """Exact cost of an architecture's network for one image, as `Networks.cost`.
 
         Args:
             architecture: architecture of this space.
             side: height and width of the images, in pixels.
-            in_channels: channels of the images.
-            num_classes: number of classes.
-            sizes: further options of `build`, e.g. ``channels`` and ``cells``.
-
-        Raises:
-            ConfigurationError: if the architecture is of another space, or a number is not positive.
+            shape: options of `build`; by default 3 in_channels and 10 num_classes.
 
         Example:
             >>> from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
@@ -186,7 +182,7 @@ class SearchSpace(ABC):
             >>> space.cost(space.architecture([3] * 6)).flops
             220119690
         """
-        shape = {"in_channels": in_channels, "num_classes": num_classes, **sizes}
+        shape = {"in_channels": 3, "num_classes": 10, **shape}
         return Networks(self, side, shape).cost(architecture)
 
     def counted(self, architecture: Architecture, networks: Networks) -> Cost:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost, Piece, chain_cost
-from fl_lightning.nas.spaces.choices import Building, Number, Size, ValueChoice, inside, most
+from fl_lightning.nas.spaces.choices import Number, Size, ValueChoice, inside, most
 from fl_lightning.nas.spaces.elastic import Repeat
 from fl_lightning.nas.spaces.sizes import SizedNetwork, SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Networks, SearchSpace
@@ -77,13 +78,6 @@ class StagedSpace(SizeSpace):
     @abstractmethod
     def pieces(self, num_classes: int, in_channels: int) -> Pieces:
         """Return the pieces of the network, with the choices of the active `Building`."""
-
-    @override
-    @cached_property
-    def found(self) -> Building:
-        with Building() as found:
-            self.pieces(num_classes=10, in_channels=3)
-        return found
 
     @override
     def network(self, **shape: int) -> SizedNetwork:
@@ -208,22 +202,15 @@ def finish_settings(space: SearchSpace, **options: Sequence[Number]) -> None:
     """
     for field in fields(space):  # type: ignore[arg-type]
         value = _frozen(getattr(space, field.name))
-        if any(not 0 < number < math.inf for number in _numbers(value)):
+        numbers = (one for one in tree_leaves(value) if not isinstance(one, bool))
+        if any(not 0 < number < math.inf for number in numbers):
             raise ConfigurationError(
                 f"{space.name}: numbers in {field.name} must be above 0, got {value}"
             )
         object.__setattr__(space, field.name, value)
-    for kind, numbers in options.items():
-        ValueChoice(numbers, kind)  # raises for options that do not rise
+    for kind, given in options.items():
+        ValueChoice(given, kind)  # raises for options that do not rise
 
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
-
-
-def _numbers(value: Any) -> Iterator[Number]:
-    for one in value if isinstance(value, tuple) else (value,):
-        if isinstance(one, tuple):
-            yield from _numbers(one)
-        elif not isinstance(one, bool):
-            yield one

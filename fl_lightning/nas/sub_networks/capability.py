@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed, torch_generator
 from fl_lightning.nas.cost.count import Measure
 from fl_lightning.nas.cost.latency import LatencyTable
-from fl_lightning.nas.spaces.sizes import SizeSpace
+from fl_lightning.nas.spaces.sizes import SizedNetwork, SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, Networks
 
 
@@ -213,7 +213,7 @@ def within(architecture: Architecture, limit: Architecture) -> Architecture:
     return architecture.space.architecture([min(pair) for pair in pairs])
 
 
-def reach(space: SizeSpace, supernet: nn.Module, limit: Architecture) -> dict[str, Tensor]:
+def reach(space: SizeSpace, supernet: SizedNetwork, limit: Architecture) -> dict[str, Tensor]:
     """Return the mask of all coordinates that sub-networks inside a limit hold, bool by parameter name.
 
     The limit alone is not enough: a smaller kernel is computed from a larger one by a matrix that only

@@ -99,6 +99,8 @@ def recalibrated(
     examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
     if examples is None:
         return None
+    if not any(batch_norms(network)):
+        return [{} for _ in architectures], 0
     ranks = Ranks(trainer)
     found: list[list[Sums]] = [[] for _ in architectures]
     with visiting(trainer, "validation", mode="eval") as visit:
@@ -331,14 +333,10 @@ def training_accuracies(
         Accuracies in [0, 1], or None without training data, or if no owner has two examples.
     """
     examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
-    if examples is None:
+    found = recalibrated(trainer, network, architectures, max_examples=max_examples, seed=seed)
+    if examples is None or found is None:
         return None
-    sums: list[Sums] = [{} for _ in architectures]
-    if any(batch_norms(network)):
-        found = recalibrated(trainer, network, architectures, max_examples=max_examples, seed=seed)
-        assert found is not None, "there are training examples"
-        sums, _ = found
-    ranks, parts = Ranks(trainer), list(zip(architectures, sums, strict=True))
+    ranks, parts = Ranks(trainer), list(zip(architectures, found[0], strict=True))
     with visiting(trainer, "validation", mode="eval") as visit:
         batches = (batch for owner in examples.owners(ranks) for batch in examples.batches(owner))
         prepared = map(visit.prepared, batches)

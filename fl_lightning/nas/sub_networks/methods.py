@@ -178,7 +178,7 @@ class Shrinking(Method):
         rounds: number of rounds of each phase: the largest network alone, then one phase per option that
             joins; the last phase has no end. None for phases of equal length.
         order: names of the sizes in the order in which they shrink, other sizes stay largest; None for
-            kernel, depth, widths.
+            resolution, kernel, depth, widths.
         num_drawn: number of drawn sub-networks per step, at least 1.
         distillation: weight λ >= 0 of the distillation from the largest network.
         sort: whether channels are sorted by importance before a narrower width joins, see
@@ -305,4 +305,4 @@ class Shrinking(Method):
         return _mean(losses)
 
 
-_FIRST = {"kernel": 0, "depth": 1}
+_FIRST = {"resolution": 0, "kernel": 1, "depth": 2}

@@ -162,7 +162,7 @@ class SubNetworkRounds(Callback):
             self._module.recalibrate()
 
 
-_NO_WIDTH = ("kernel", "depth")
+_NO_WIDTH = ("resolution", "kernel", "depth")
 # options of a federation that keep a state by coordinates
 _MEMORIES = ("correction", "personal", "updates", "asynchronous", "client_state", "privacy")
 
