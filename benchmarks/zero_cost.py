@@ -20,7 +20,7 @@ import torch
 
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import NASBench201
-from fl_lightning.nas.search.proxies import PROXIES, MeanRank, ProxyScore, folder_batch
+from fl_lightning.nas.search.proxies import PROXIES, MeanRank, ProxyScore, folder_batches
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture, Networks
 
@@ -43,14 +43,14 @@ def main() -> None:
     cells = list(dict.fromkeys(SPACE.sample(generator) for _ in range(args.num)))
     truth = NASBench201Table.read(args.table)
     accuracies = torch.tensor([truth.lookup(cell)["cifar10"] for cell in cells])
-    batch = folder_batch(Path(args.root) / "train", 32, NETWORKS, args.seed)
+    batches = folder_batches([Path(args.root) / "train"], 32, NETWORKS, args.seed)
 
     def sizes(measure: str) -> Callable[[Architecture], float]:
         return lambda cell: float(getattr(NETWORKS.cost(cell), measure))
 
     scores: dict[str, Any] = {name: sizes(name) for name in ("params", "flops")}
     for name in args.scores:
-        scores[name] = ProxyScore(name, NETWORKS, [batch], args.seed)
+        scores[name] = ProxyScore(name, NETWORKS, batches, args.seed)
     both = [scores["params"], scores[args.scores[0]]]
     scores[f"params+{args.scores[0]}"] = MeanRank(both, SPACE, seed=args.seed)
     scores["none"] = lambda cell: 0.0

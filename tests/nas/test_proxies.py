@@ -19,7 +19,7 @@ from fl_lightning.nas.search.proxies import (
     MeanRank,
     ProxyScore,
     fisher,
-    folder_batch,
+    folder_batches,
     grad_norm,
     jacov,
     l2_norm,
@@ -275,25 +275,35 @@ def test_scores_that_do_not_add_up_are_of_one_client(name):
 def test_a_batch_of_a_folder_has_its_images_in_one_scale(tmp_path, in_channels):
     write_folder(tmp_path, "images", ["a", "b"], 3, size=(8, 8))
     shape = {"in_channels": in_channels, "num_classes": 2}
-    images, labels = folder_batch(tmp_path / "images", 4, Networks(NASBench201(), 6, shape), 0)
+    networks = Networks(NASBench201(), 6, shape)
+    [(images, labels)] = folder_batches([tmp_path / "images"], 4, networks, 0)
     assert images.shape == (4, in_channels, 6, 6)
     assert set(labels.tolist()) == {0, 1}
     assert float(images.mean()) == pytest.approx(0, abs=1e-5)
     assert float(images.std()) == pytest.approx(1, abs=1e-5)
     one_class = Networks(NASBench201(), 6, {**shape, "num_classes": 1})
     with pytest.raises(ConfigurationError, match="2 classes, and num_classes is 1"):
-        folder_batch(tmp_path / "images", 4, one_class, 0)
+        folder_batches([tmp_path / "images"], 4, one_class, 0)
+
+
+def test_folders_of_clients_share_their_classes(tmp_path):
+    write_folder(tmp_path, "first", ["cat", "dog"], 2, size=(8, 8))
+    write_folder(tmp_path, "second", ["dog", "horse"], 2, size=(8, 8))
+    networks = Networks(NASBench201(), 8, {"in_channels": 3, "num_classes": 3})
+    folders = [tmp_path / name for name in ("first", "second")]
+    batches = folder_batches(folders, 4, networks, 0)
+    assert [sorted(labels.tolist()) for _, labels in batches] == [[0, 0, 1, 1], [1, 1, 2, 2]]
 
 
 def test_grey_images_are_the_luminance(tmp_path):
     write_folder(tmp_path, "images", ["a", "b"], 3, size=(8, 8))
     grey, color = (
-        folder_batch(
-            tmp_path / "images",
+        folder_batches(
+            [tmp_path / "images"],
             6,
             Networks(NASBench201(), 8, {"in_channels": channels, "num_classes": 2}),
             0,
-        )[0]
+        )[0][0]
         for channels in (1, 3)
     )
     luminance = 0.299 * color[:, 0] + 0.587 * color[:, 1] + 0.114 * color[:, 2]

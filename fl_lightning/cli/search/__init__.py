@@ -40,7 +40,7 @@ from fl_lightning.nas.search.proxies import (
     PROXIES,
     MeanRank,
     ProxyScore,
-    folder_batch,
+    folder_batches,
     noise_batch,
 )
 from fl_lightning.nas.spaces.named import NAMES
@@ -255,8 +255,8 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
         truth = NASBench201Table.read(given.table)
         return lambda architecture: truth.lookup(architecture)["cifar10"]
     sizes = given.batch_size, networks, given.seed
-    batches = [folder_batch(folder, *sizes) for folder in given.images]
-    return ProxyScore(name, networks, batches or [noise_batch(*sizes)], given.seed)
+    batches = folder_batches(given.images, *sizes) or [noise_batch(*sizes)]
+    return ProxyScore(name, networks, batches, given.seed)
 
 
 def _costs(networks: Networks, table: LatencyTable | None) -> Costs:

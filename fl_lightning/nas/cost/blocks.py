@@ -40,8 +40,7 @@ def blocks_of(networks: Networks) -> CellBlocks | SizeBlocks:
         return CellBlocks(space, networks.shape)
     if getattr(space, "resolutions", ()):
         raise ConfigurationError(
-            f"{space.name} has several resolutions, and times of blocks are for one: give one side with "
-            "--side, and a space without resolutions"
+            f"{space.name} has several resolutions, and latencies are of one: leave resolutions empty"
         )
     if isinstance(space, StagedSpace):
         return SizeBlocks(space, networks)

@@ -39,6 +39,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -351,38 +352,45 @@ def noise_batch(batch_size: int, networks: Networks, seed: int) -> tuple[Tensor,
     return images, torch.randint(classes, (batch_size,), generator=generator)
 
 
-def folder_batch(
-    folder: str | Path, batch_size: int, networks: Networks, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Return random images and labels of a folder, with mean 0 and standard deviation 1 over the batch.
+def folder_batches(
+    folders: Sequence[str | Path], batch_size: int, networks: Networks, seed: int
+) -> list[Batch]:
+    """Return random images and labels of each folder, with mean 0 and standard deviation 1 over its batch.
 
-    Args as for `noise_batch`, with a sub-folder of images per class in `folder`; `in_channels` is 1 for gray
-    images or 3 for color.
+    Args as for `noise_batch`, with a sub-folder of images per class in each of `folders`; sub-folders of one name
+    are one class. `in_channels` is 1 for gray images or 3 for color.
 
     Raises:
-        ConfigurationError: if the folder or an image cannot be read, or there are too many classes.
+        ConfigurationError: if a folder or an image cannot be read, or there are too many classes.
     """
     in_channels, num_classes = (networks.shape[name] for name in ("in_channels", "num_classes"))
     if in_channels not in (1, 3):
         raise ConfigurationError(
             f"images: in_channels must be 1 or 3 for images, got {in_channels}"
         )
-    path = Path(folder)
-    source = ImageFolder(str(path.parent), image_size=networks.side, train=path.name, test=None)
+    source = partial(ImageFolder, image_size=networks.side, test=None)
     try:
-        loaded = source.load()
+        every = [source(str(p.parent), train=p.name).load() for p in map(Path, folders)]
     except ConfigurationError as error:
         raise ConfigurationError(f"images: {str(error).removeprefix('root: ')}") from None
-    if len(loaded.class_names) > num_classes:
+    classes = sorted({name for loaded in every for name in loaded.class_names})
+    if len(classes) > num_classes:
         raise ConfigurationError(
-            f"images {folder}: {len(loaded.class_names)} classes, and num_classes is {num_classes}: "
-            "raise it"
+            f"images {', '.join(map(str, folders))}: {len(classes)} classes, and num_classes is "
+            f"{num_classes}: raise it"
         )
-    rows: Any = loaded.train
-    generator = torch_generator(seed, "proxy batch")
-    chosen = rows.select(torch.randperm(len(rows), generator=generator)[:batch_size])
-    batch = chosen.images.float()
-    if in_channels == 1:
-        luminance = torch.tensor([0.299, 0.587, 0.114])
-        batch = (batch * luminance[:, None, None]).sum(1, keepdim=True)
-    return (batch - batch.mean()) / batch.std().clamp_min(1e-6), chosen.targets
+    batches = []
+    for loaded in every:
+        rows: Any = loaded.train
+        generator = torch_generator(seed, "proxy batch")
+        chosen = rows.select(torch.randperm(len(rows), generator=generator)[:batch_size])
+        images, numbers = (
+            chosen.images.float(),
+            torch.tensor(list(map(classes.index, loaded.class_names))),
+        )
+        if in_channels == 1:
+            luminance = torch.tensor([0.299, 0.587, 0.114])
+            images = (images * luminance[:, None, None]).sum(1, keepdim=True)
+        images = (images - images.mean()) / images.std().clamp_min(1e-6)
+        batches.append((images, numbers[chosen.targets]))
+    return batches

@@ -163,7 +163,7 @@ class TransformerBlock(nn.Module):
         self.norm1 = fitting_norm(features)
         self.attn = Attention(features, heads, head_features)
         self.norm2 = fitting_norm(features)
-        self.mlp = Mlp(features, size_of(hidden, features, ratio))
+        self.mlp = Mlp(features, size_of(lambda width, times: int(width * times), features, ratio))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the shape of x, (batch, tokens, features)."""
@@ -179,11 +179,6 @@ class TransformerBlock(nn.Module):
         attn = self.attn
         heads = (attn.query, attn.key, attn.value), (attn.proj,), attn.head_features
         return [Channels(*heads), Channels((self.mlp.fc1,), (self.mlp.fc2,))]
-
-
-def hidden(features: int, ratio: float) -> int:
-    """Return the number of inner features of an MLP."""
-    return int(features * ratio)
 
 
 class PatchEmbedding(nn.Module):
