@@ -69,7 +69,10 @@ def test_the_number_of_an_operation_is_its_place_in_the_string():
         (FIRST.replace("~1", "~0", 1), "'~'; expected '~1|+|'"),
         (FIRST[:-1], "character 93 is '~'; expected '~2|'"),
         (FIRST + "+", "expected its end"),
-        ("|none~0|+|none~0|", "expected '~0|'"),
+        (
+            "|none~0|+|none~0|",
+            "it ends there; expected the option of 1→2: none, skip_connect, nor_",
+        ),
     ],
 )
 def test_what_is_no_cell_is_refused_with_the_place(text, said):
