@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import ROWS, made, through_a_file
 
-from fl_lightning import ConfigurationError, RoundFailure
+from fl_lightning import ClientFailure, ConfigurationError
 from fl_lightning.core.traits import Trait
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.secure.encrypted_mean import EncryptedMean
@@ -203,7 +203,7 @@ def test_it_says_what_it_reads(way):
             return [replace(update, **{name: nothing[name]}) for update in updates]
 
         if is_read:
-            with pytest.raises((ConfigurationError, RoundFailure), match="client 0"):
+            with pytest.raises((ConfigurationError, ClientFailure), match="client 0"):
                 trained(way, without)
         else:
             assert_same(trained(way), trained(way, without), way.in_one_order)

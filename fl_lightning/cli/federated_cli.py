@@ -56,6 +56,7 @@ from fl_lightning.federation import (
     keep_rows,
     resume_loggers,
     set_folder,
+    take_folders,
 )
 from fl_lightning.reports.evaluated_model import ResultsTable, shown_path
 from fl_lightning.reports.layout import in_lines
@@ -228,12 +229,18 @@ class FederatedCLI(LightningCLI):
         )
         trainer = built_trainer(partial(super().instantiate_trainer, **kwargs), options)
         write_atomically(trainer)
-        if self._run is not None and trainer.is_global_zero:
-            clean_up_after(self._run)
-            keep_rows(trainer, check_checkpoint(self._run.checkpoint))
+        if self._is_fit:
+            self._take_folders(trainer)
         if federation is not None and self._is_fit:
             check_strategy(trainer)
         return trainer
+
+    def _take_folders(self, trainer: Trainer) -> None:
+        """Take the folders of a fit, and clean up those of a resumed one."""
+        take_folders(trainer, self._run)
+        if self._run is not None and trainer.is_global_zero:
+            clean_up_after(self._run)
+            keep_rows(trainer, check_checkpoint(self._run.checkpoint))
 
     def _given(self, options: Mapping[str, Any]) -> list[Callback]:
         """Return the configuration's callbacks; a dry run's save models in its own folder only."""

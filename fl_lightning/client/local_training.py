@@ -11,7 +11,7 @@ before the client has finished.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -66,6 +66,7 @@ class LocalTrainer:
         tensors: record of the module's tensors and their memory.
         masks: masks of the optimizers, which define `space`.
         counts_steps: whether updates contain `ClientUpdate.optimizer_steps`; plain means do not need it.
+        check_loss: raises ClientFailure if the server cannot use the loss of an update; None if it reads none.
 
     Example:
         >>> from torch import nn
@@ -114,6 +115,7 @@ class LocalTrainer:
         self._step = step
         self._in_hand: Sequence[SizedBatch] = ()  # batches of the current step
         self.counts_steps = True
+        self.check_loss: Callable[[ClientUpdate], None] | None = None
         self.set_personal(())
 
     def set_personal(self, names: Sequence[str], *, beside: bool = False) -> None:

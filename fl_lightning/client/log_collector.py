@@ -18,7 +18,8 @@ from torchmetrics import Metric
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metrics import PER_EXAMPLE
 
-_REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
+_MEANS = {"mean", "avg"}
+_REDUCTIONS = {*_MEANS, "sum", "min", "max"}
 
 
 @contextmanager
@@ -138,7 +139,9 @@ class LogCollector:
                 f"{tuple(value.shape)}: reduce it first"
             )
         number = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
-        self._values.setdefault(name, []).append((number, batch_size or self.batch_size))
+        weight = self.batch_size if batch_size is None else batch_size
+        if weight > 0 or self._reductions[name] not in _MEANS:  # a mean over no token, say, is none
+            self._values.setdefault(name, []).append((number, weight))
         self._sizes[name] = self._sizes.get(name, 0) + self.batch_size
 
     def _first_time(self, name: str, reduce_fx: Any, prog_bar: bool, both: bool) -> None:
@@ -172,7 +175,7 @@ class LogCollector:
         for name, logged in values.items():
             found[self.epoch_names[name]] = _reduced(self._reductions[name], logged)
             weight = sum(weight for _, weight in logged)
-            if weight != sizes[name] and self._reductions[name] in ("mean", "avg"):
+            if weight != sizes[name] and self._reductions[name] in _MEANS:
                 found[self.epoch_names[name] + PER_EXAMPLE] = torch.tensor(weight / sizes[name])
         return found
 
@@ -220,7 +223,7 @@ def _reduced(reduction: str, logged: list[tuple[Tensor | float, int]]) -> Tensor
     values, weights = zip(*logged, strict=True)
     reference = next((v for v in values if isinstance(v, Tensor)), torch.empty(()))
     tensors = [torch.as_tensor(value, device=reference.device) for value in values]
-    if reduction in ("mean", "avg"):
+    if reduction in _MEANS:
         return weighted_mean(tensors, weights)
     reduced: Tensor = getattr(torch.stack(tensors).float(), reduction)()
     return reduced

@@ -58,7 +58,8 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
         what: owner and name of the option, e.g. ``"QFedAvg: q"``.
         value: value of the option; None is always allowed.
         allowed: the range: ``at least 1 client``, ``above 0``, ``greater than 0``, ``a finite number``,
-            ``in [0, 1)``, ``from 1 to 8``. Infinity is out of range unless ``or inf`` allows it.
+            ``in [0, 1)``, ``from 1 to 8``. Infinity is out of range unless ``or inf`` allows it, and so are
+            true and false, which Python counts as 1 and 0.
         advice: end of the message.
 
     Example:
@@ -75,7 +76,7 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
     is_above = value > low if allowed.startswith(("above", "greater", "in (")) else value >= low
     is_below = value < high if allowed.endswith(")") else value <= high
     is_infinite = abs(value) == math.inf and not allowed.endswith(" or inf")
-    if is_infinite or not (is_above and is_below):
+    if is_infinite or isinstance(value, bool) or not (is_above and is_below):
         finite = " and finite" if is_infinite and "finite" not in allowed else ""
         raise ConfigurationError(f"{what} must be {allowed}{finite}, got {value}{advice}")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -165,11 +165,11 @@ def read_seeds(seeds: list[int] | int | str) -> list[int]:
         [0, 1]
     """
     given = seeds.split(",") if isinstance(seeds, str) else seeds
-    try:
-        found = [given] if isinstance(given, int) else [int(seed) for seed in given]
-    except ValueError:
-        found = []
-    if not found or min(found) < 0 or len(set(found)) < len(found):
+    given = [*given] if isinstance(given, Iterable) else [given]
+    # a truth value is no number, though Python counts it as one, and 1.5 is no seed 1
+    texts = [str(seed).strip() if type(seed) is not bool else "" for seed in given]
+    found = [int(text) for text in texts if text.isdecimal()]
+    if not found or len(set(found)) < len(given):
         raise ConfigurationError(
             f"seeds must be different whole numbers >= 0, as [0, 1, 2] or 0,1,2, got {seeds}"
         )

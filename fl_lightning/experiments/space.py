@@ -170,7 +170,7 @@ def _range(given: Mapping[str, Any]) -> Parameter:
         raise ConfigurationError(f"must have both low and high, got {dict(given)}")
     if not isinstance(log, bool):
         raise ConfigurationError(f"has log: true or false, got {log!r}")
-    if points is not None and (not isinstance(points, int) or points < 1):
+    if points is not None and (type(points) is not int or points < 1):
         raise ConfigurationError(f"has points that are a whole number > 0, got {points!r}")
     is_whole = all(isinstance(one, int) for one in (low, high, step or 1))
     kind: Any = IntDistribution if is_whole else FloatDistribution

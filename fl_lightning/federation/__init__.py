@@ -11,6 +11,7 @@ from fl_lightning.federation.checkpoints.resumption import find_run as find_run
 from fl_lightning.federation.checkpoints.resumption import keep_rows as keep_rows
 from fl_lightning.federation.checkpoints.resumption import resume_loggers as resume_loggers
 from fl_lightning.federation.checkpoints.resumption import set_folder as set_folder
+from fl_lightning.federation.checkpoints.resumption import take_folders as take_folders
 from fl_lightning.federation.checkpoints.run_folder import CONFIG as CONFIG
 from fl_lightning.federation.checkpoints.run_folder import EarlierRun as EarlierRun
 from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders as checkpoint_folders
@@ -35,6 +36,7 @@ from fl_lightning.federation.logs import log_once as log_once
 from fl_lightning.federation.logs import logged_in_round as logged_in_round
 from fl_lightning.federation.logs import logged_once as logged_once
 from fl_lightning.federation.logs import table as table
+from fl_lightning.federation.loop import is_in_round as is_in_round
 from fl_lightning.federation.loop import num_batches as num_batches
 from fl_lightning.federation.loop import plan_rounds as plan_rounds
 from fl_lightning.federation.loop import set_round as set_round

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.federation.checkpoints.state import load_run_state, run_state
+from fl_lightning.federation.checkpoints.state import MissedPlateaus, load_run_state, run_state
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_round_anew
@@ -60,6 +60,7 @@ class Federation(Options, Callback):
     _calendar: Calendar
     _cleanup: ExitStack | None = None
     _saved: dict[str, Any] | None = None
+    _missed: MissedPlateaus | None = None
 
     def add(self, stage: Stage) -> None:
         """Add a stage to the rounds of this fit; for the `setup` of other callbacks."""
@@ -79,6 +80,7 @@ class Federation(Options, Callback):
             )
         if stage == "fit":
             self._cleanup, self._saved = ExitStack(), None  # a checkpoint is loaded after this
+            self._missed = None
             self._cleanup.callback(self.handed.clear)
             self._calendar = prepare(trainer, pl_module, self, self._cleanup)
 
@@ -89,7 +91,7 @@ class Federation(Options, Callback):
         earlier = list(before.stages) if before and before.run.module is pl_module else []
         self.rounds = begin(trainer, self, self._calendar)
         if saved:
-            load_run_state(self.rounds, saved)
+            self._missed = load_run_state(self.rounds, saved)
             self._saved = None
         for part in self.rounds.stages.around_fit:
             part.fit_begins(trainer, None if saved else earlier)
@@ -105,6 +107,8 @@ class Federation(Options, Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply changed masks, measure losses for the cohort, and seed the generators by the round."""
         assert self.rounds is not None
+        if self._missed is not None:
+            self._missed.catch_up(trainer)
         self.rounds.follow_masks()  # before any checkpoint, which would hold the new masks
         for line in self.rounds.idle_lines():
             rank_zero_info(line)
@@ -118,8 +122,10 @@ class Federation(Options, Callback):
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the round: the clients' metrics, counts, bytes, norms."""
+        """Log the round: the clients' metrics, counts, bytes, norms; or raise if a stage failed as it closed."""
         assert self.rounds is not None
+        if self.rounds.error_of_close is not None:
+            raise self.rounds.error_of_close
         record = self.rounds.record
         for part in self.rounds.stages.around_fit:
             part.round_ends(trainer, record)

@@ -20,7 +20,7 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.processes.exchange import Failure, exchange
+from fl_lightning.federation.processes.exchange import Failure, exchange, logged_metrics
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_cohorts import CohortBatch
 from fl_lightning.federation.round_record import RoundRecord
@@ -41,7 +41,11 @@ class FitRounds:
         memory: client states that last from round to round.
         module_has_all: whether the module can hold every bit of the server's model.
         is_kept_by_lightning: whether the weights in Lightning's checkpoints can as well.
+        error_of_close: error of a stage as the round closed, to be raised at its end: by then
+            Lightning has counted it and advanced the schedules. None without one.
     """
+
+    error_of_close: BaseException | None = None
 
     def __init__(
         self,
@@ -137,6 +141,7 @@ class FitRounds:
         began, run, record = time.perf_counter(), self.run, self._round.record
         # before the step, as metrics of the module may fail
         with self.clients.metrics_kept_apart():
+            logged_metrics(run.collector, run.module)  # raises if one is no part of the module
             record.pooled = run.collector.collect_metrics()
         if self.clients.rehearsal.failures:
             self.clients.rehearsal.warn_of_failures(record)
@@ -152,7 +157,10 @@ class FitRounds:
                 durations=record.durations,
             )
         record.seconds += time.perf_counter() - began
-        self._round.close()
+        try:
+            self._round.close()
+        except BaseException as error:  # noqa: BLE001 - raised again, see `error_of_close`
+            self.error_of_close = error
 
     def follow_state(self) -> None:
         """Add the buffers that clients change, as now known, to the server's model."""

@@ -102,6 +102,12 @@ def set_round(trainer: Trainer, number: int) -> None:
     present.processed = present.completed = number
 
 
+def is_in_round(trainer: Trainer) -> bool:
+    """Return whether a round, or an epoch of a central fit, has begun that Lightning does not count as done yet."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    return trainer.state.fn == "fit" and epochs.completed < epochs.ready
+
+
 def num_batches(trainer: Trainer) -> float:
     """Return Lightning's number of batches of an epoch, which is 1 in a federation."""
     return trainer.fit_loop.max_batches

@@ -36,6 +36,7 @@ from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
 from fl_lightning.federation.stages.order import stages_of_steps
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.means.fair_means import ByLosses
 from fl_lightning.server.server import Server, ServerOptimizer, as_aggregator, fedavg_optimizer
 from fl_lightning.updates.path import Step
 
@@ -108,6 +109,8 @@ class SimpleFederation:
         self.ranks = SimpleNamespace(size=1)
         self.step = PlainStep(module, optimizer, self.collector)
         self.local = LocalTrainer(module, optimizer, self.step, self.collector)
+        if isinstance(aggregator, ByLosses):
+            self.local.check_loss = aggregator.check_loss
         server = Server(self.local.read(), aggregator, server_optimizer)
         self.stages_ahead = Stages(stages)
         raise_together(

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.federation import Federation, begin_round, logged_in_round
+from fl_lightning.federation import Federation, begin_round, is_in_round, logged_in_round
 from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.progress import federation_of, number
@@ -55,10 +55,8 @@ class ModelOrigin:
             return self._words
         if not steps:
             return "the model as it was given, without a round of this Trainer"
-        federated = federation_of(trainer) is not None
-        goes_on = federated and trainer.state.fn == "fit" and trainer.current_epoch < steps
-        last = "" if goes_on else ", the last one of this fit"
-        return f"the model after {_unit(federated)} {steps}{last}"
+        last = "" if is_in_round(trainer) else ", the last one of this fit"
+        return f"the model after {_unit(federation_of(trainer) is not None)} {steps}{last}"
 
 
 def saved_after(path: str) -> str:

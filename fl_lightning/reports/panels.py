@@ -250,6 +250,7 @@ def bars(
     *,
     x: str = "",
     mark: float | None = None,
+    most: float = math.inf,
 ) -> Panel:
     """Return a panel with a bar and a number for each mean.
 
@@ -259,6 +260,7 @@ def bars(
         whiskers: standard deviations; non-finite ones have no whisker. If None, all bars have one colour.
         x: label of the values.
         mark: value at which a dashed line is drawn; None for no line.
+        most: largest possible value; the room for numbers beyond it has no ticks.
     """
     stds = [math.nan] * len(names) if whiskers is None else whiskers
 
@@ -277,6 +279,8 @@ def bars(
         if mark is not None:
             axes.axvline(mark, color=INK, linewidth=1, linestyle="--")
         axes.set(xlabel=x)
+        if max(axes.get_xlim()) > most:
+            axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= most])
         axes.set_yticks(at, list(names), fontsize=8 if len(names) < _MANY_BARS else 6)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")

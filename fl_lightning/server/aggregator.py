@@ -41,11 +41,7 @@ _OF_ANY = Traits(
         Trait.PRIVATE_CLIENTS: "leave federation.aggregator out for the mean of clipped updates",
     },
 )
-# of rules that weigh clients by the losses they report, or by the length of their steps
-BY_LOSSES = Traits(
-    breaks={Trait.PRIVATE_EXAMPLES: "weighs clients by their training losses, which have no noise"},
-    instead={Trait.PRIVATE_EXAMPLES: "use Mean, or another rule that looks at updates alone"},
-)
+# of rules that weigh clients by the length of their steps
 BY_STEPS = Traits(
     needs=dict.fromkeys(
         (Trait.ONE_OPTIMIZER, Trait.ONE_RATE), "divides by the length of a client's steps"
@@ -153,7 +149,8 @@ class Aggregator(ABC):
             num_updates: number of updates in the round.
 
         Raises:
-            RoundFailure: saying what the aggregator cannot use.
+            ClientFailure: if the aggregator cannot use the client's loss.
+            RoundFailure: saying what else the aggregator cannot use.
         """
         if self.exact:
             check_summable(update.buffers, update.num_examples, num_updates)

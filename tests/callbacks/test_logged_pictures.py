@@ -84,13 +84,17 @@ def test_without_a_logger_nothing_is_drawn(tmp_path):
     log_figure(validating_trainer(logger=False), "never", pytest.fail, step=0)
 
 
-def is_recorded(folder, name, seconds=60.0):
-    """Whether W&B's file has a name; its own process may write it some time after the run has finished."""
-    (record,) = folder.rglob("*.wandb")
+def recorded(folder, *names, seconds=60.0):
+    """Return W&B's files once each has its name; its own process writes them some time after a run has finished."""
     end = time.monotonic() + seconds
-    while not (found := name in record.read_bytes()) and time.monotonic() < end:
+    while True:
+        files = sorted(folder.rglob("*.wandb"))
+        if len(files) == len(names) and all(
+            n in f.read_bytes() for n, f in zip(names, files, strict=True)
+        ):
+            return files
+        assert time.monotonic() < end, (names, files)
         time.sleep(0.2)
-    return found
 
 
 @pytest.mark.filterwarnings("ignore")  # of W&B itself
@@ -103,7 +107,7 @@ def test_wandb_offline_has_both(tmp_path, monkeypatch):
     logger.experiment.finish()
     (picture,) = tmp_path.rglob("media/images/clients/*.png")
     assert matplotlib.image.imread(picture).std() > 0
-    assert is_recorded(tmp_path, b"clients/loss")
+    recorded(tmp_path, b"clients/loss")
 
 
 @pytest.mark.filterwarnings("ignore")  # of W&B itself
@@ -115,10 +119,8 @@ def test_wandb_offline_has_the_rounds_of_several_processes(tmp_path, monkeypatch
     module, data = ToyModule(), toy_data(num_clients=2)
     trainer.fit(module, datamodule=data)
     trainer.test(module, datamodule=data, verbose=False)
-    fit, test = sorted(tmp_path.rglob("*.wandb"))  # one run in two folders
+    fit, test = recorded(tmp_path, b"train/loss", b"test/loss")  # one run in two folders
     assert fit.name == test.name == f"run-{logger.version}.wandb"
-    assert b"train/loss" in fit.read_bytes()
-    assert b"test/loss" in test.read_bytes()
 
 
 def fitted_with_curves(logger, folder, **options):
@@ -160,7 +162,7 @@ def test_clients_have_curves_of_their_own_in_wandb(tmp_path, monkeypatch):
     fitted_with_curves(logger, tmp_path)
     logger.experiment.finish()
     for name in (b"client/0/train/loss", b"client/1/val/loss"):
-        assert is_recorded(tmp_path, name)
+        recorded(tmp_path, name)
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself

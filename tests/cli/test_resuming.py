@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.cli import main
+from fl_lightning.federation import take_folders
 
 CONFIG = Path(__file__).with_name("small_run.yaml")
 LOGGERS = "lightning.pytorch.loggers."
@@ -134,6 +137,33 @@ def test_events_go_on_in_the_folder_of_lightnings_own_logger():
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["version_0"]
     events = EventAccumulator("lightning_logs/version_0").Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2, 3]
+
+
+def test_the_configuration_of_a_resumed_run_gives_another_run():
+    fit(*CSV)
+    (folder,) = run_folders()
+    fit(*CSV, *LAST, rounds=3)
+    before = last_state(folder)["state_dict"]
+    main(["fit", "--config", str(folder / "config.yaml"), "--federation.local_steps", "1"])
+    (other,) = [each for each in run_folders() if each != folder]
+    assert last_state(other)["global_step"] == 3
+    assert all(torch.equal(last_state(folder)["state_dict"][name], before[name]) for name in before)
+
+
+def test_runs_that_begin_at_one_moment_have_folders_of_their_own():
+    def begun():
+        loggers = [TensorBoardLogger("runs"), CSVLogger("runs"), CSVLogger("tables")]
+        return Trainer(logger=loggers, accelerator="cpu", enable_checkpointing=False)
+
+    one, other = begun(), begun()
+    for run in (one, other):  # neither has written anything when both look for a folder
+        take_folders(run, None)
+    assert [logger.log_dir for logger in one.loggers] == [
+        *["runs/lightning_logs/version_0"] * 2,
+        "tables/lightning_logs/version_0",
+    ]
+    folders = [{logger.log_dir for logger in run.loggers} for run in (one, other)]
+    assert not set.intersection(*folders)
 
 
 def test_a_resumed_run_cleans_up_after_the_dead():

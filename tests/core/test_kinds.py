@@ -140,9 +140,9 @@ def test_objects_and_factories_pass():
     assert Federation(server_optimizer=FedAdam).server_optimizer is FedAdam
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), True, False])
 @pytest.mark.parametrize("allowed", ["at least 0", "above 0", "greater than 0", "a finite number"])
-def test_a_range_has_no_infinite_number_unless_it_says_so(value, allowed):
+def test_a_range_has_no_infinite_number_unless_it_says_so_and_no_truth_value(value, allowed):
     with pytest.raises(ConfigurationError, match=f"rate must be {allowed}.*, got {value}"):
         check_range("rate", value, allowed)
     check_range("rate", 10**400, "at least 0")

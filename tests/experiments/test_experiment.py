@@ -49,6 +49,9 @@ def plan(tmp_path, text="", **keys):
         ({"variants": {"a": {}}, "seeds": [0, 0]}, "different whole numbers"),
         ({"variants": {"a": {}}, "seeds": "0,-1"}, "different whole numbers"),
         ({"variants": {"a": {}}, "seeds": "0,b"}, "different whole numbers"),
+        ({"variants": {"a": {}}, "seeds": True}, "different whole numbers"),
+        ({"variants": {"a": {}}, "seeds": [0, True]}, "different whole numbers"),
+        ({"variants": {"a": {}}, "seeds": [1.5]}, "different whole numbers"),
         ({"variants": {"a b": {}, "a/b": {}}}, "differ as folders.*a_b"),
         ({"variants": {"first": {}}}, "not be 'first'"),
         (

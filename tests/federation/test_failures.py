@@ -19,6 +19,7 @@ from fl_lightning import (
 from fl_lightning.data import Cohort
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.stage import Learning
+from fl_lightning.server import AFL, QFedAvg, TiltedMean
 
 
 class Sabotaged(ToyModule):
@@ -87,6 +88,34 @@ def test_a_client_that_a_later_stage_skips_has_learnt_nothing(engine, correction
         ends.append(weights(module))
     assert sorted(learnt) == [0, 0, 1, 1, 3, 3, 4, 4, 5, 5]
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-6)
+
+
+class Reports(Sabotaged):
+    """Logs a loss of its own, which is not finite on clients whose shard holds the bad examples."""
+
+    def training_step(self, batch, batch_idx):
+        loss = ToyModule.training_step(self, batch, batch_idx)
+        is_bad = (batch[0][:, :1] == self.bad).any()
+        self.log("train/loss", torch.where(is_bad, float(self.how), 1.0) * loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:skipped")
+@pytest.mark.parametrize("rule", [QFedAvg(), TiltedMean(), AFL()])
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_a_loss_that_cannot_weight_an_update_is_a_failure_of_its_client(rule, engine):
+    ends = []
+    for kind, how in ((Sabotaged, "nan"), (Reports, "nan")):
+        torch.manual_seed(0)
+        _, data = sabotage(how)
+        module = kind(how, sabotage(how)[0].bad)
+        module.momentum = 0.0
+        trainer = fit(module, data, aggregator=rule, engine=engine, on_client_failure="skip")
+        assert trainer.callback_metrics["round/skipped"] == 1
+        ends.append(weights(module))
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ClientFailure, match="round 1, client 2: it has logged a train/loss of nan"):
+        fit(Reports("nan", module.bad), data, aggregator=rule, engine=engine)
 
 
 def test_a_failed_round_leaves_the_global_model_in_the_module():

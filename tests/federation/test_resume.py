@@ -73,6 +73,51 @@ def test_resume_anywhere(uninterrupted, moment):
             assert trainer.callback_metrics[name] == metrics[name], name
 
 
+class Plateau(ToyModule):
+    """Its rate is divided after each validation but the first: nothing improves by 100."""
+
+    frequency = 1
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
+        options = {"patience": 0, "threshold": 100.0, "threshold_mode": "abs", "factor": 0.5}
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options)
+        config = {"scheduler": plateau, "monitor": "val/loss", "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class RarePlateau(Plateau):
+    frequency = 2
+
+
+@pytest.mark.parametrize(("kind", "every"), [(Plateau, 1), (RarePlateau, 1), (Plateau, 2)])
+def test_a_plateau_is_counted_whenever_a_run_was_stopped(tmp_path, kind, every):
+    """Lightning leaves its step out in the epoch from which it resumes, and forgets the last validation."""
+
+    def ended(*callbacks, ckpt_path=None):
+        module, trainer = run(
+            ckpt_path, callbacks, kind=kind, check_val_every_n_epoch=every, federated={"stages": []}
+        )
+        return [trainer.optimizers[0].param_groups[0]["lr"], *weights(module).tolist()]
+
+    whole = ended(SaveEverywhere(tmp_path))
+    assert whole[0] < 0.4
+    paths = [*tmp_path.glob("[0-2]-validation.ckpt"), *tmp_path.glob("[0-2]-end.ckpt")]
+    assert len(paths) == 3 + 3 // every
+    for path in paths:
+        assert ended(ckpt_path=path) == whole, path.name
+
+
+@pytest.mark.parametrize("entry", ["stages", "record", "server"])
+def test_a_checkpoint_of_another_layout_is_refused(uninterrupted, tmp_path, entry):
+    folder, options, _, _ = uninterrupted
+    checkpoint = torch.load(folder / "1-end.ckpt", weights_only=True)
+    del checkpoint["callbacks"]["Federation"][entry]
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    with pytest.raises(ConfigurationError, match=f"no entry '{entry}': it was written by another"):
+        run(ckpt_path=tmp_path / "older.ckpt", **options)
+
+
 class Stopped(BaseException):
     """Not a client's failure: as when the user interrupts."""
 

@@ -16,6 +16,7 @@ import yaml
 pytest.importorskip("flwr")
 
 from benchmarks.echo import serve_echo
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.certificates import make_site_key
 from fl_lightning.flower.network.folder import SiteFolder, make_network
 from fl_lightning.flower.network.serving import free_port, serving, site_programs
@@ -86,7 +87,14 @@ def test_a_new_key_replaces_the_old_one(network, folder):
         key.write_bytes(old)
         with joined(network, said):
             assert wait_for(lambda: bool(said))
+        # as if the server had been killed before it wrote down the node
+        network.nodes_file.unlink()
+        with pytest.raises(ConfigurationError, match="Flower has the key of site a"):
+            control.register_sites()
     assert "does not let a in: its key is not registered there" in said[0]
+    (network.server / "state.db").unlink()
+    with served(network) as control:
+        assert [node["status"] for node in control.nodes()] == ["registered"]
 
 
 # A library that a process loads first, for which the day's time is later. faketime shifts the clock of

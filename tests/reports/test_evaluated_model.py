@@ -1,10 +1,13 @@
 """Every figure says of which model it is."""
 
+import re
+
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from toys import ToyModule, toy_data, validating_trainer
 
 from fl_lightning import Federation
+from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.standard_callbacks import every_round_checkpoint
 from fl_lightning.cli.runs import saved_models
 from fl_lightning.reports.evaluated_model import ResultsTable, saved_after
@@ -65,6 +68,16 @@ def test_saved_models_are_told_with_their_rounds_the_last_one_first(fitted, best
     ]
     (tmp_path / "broken.ckpt").write_bytes(b"no checkpoint")
     assert saved_after(str(tmp_path / "broken.ckpt")) == saved_after("nowhere.ckpt") == ""
+
+
+def test_a_central_fit_that_goes_on_is_not_at_its_last_model(caplog):
+    data = toy_data(client_val_fraction=0.2)
+    trainer = toy_trainer(ClientEvaluation(every_n_rounds=1), max_epochs=2)
+    trainer.fit(ToyModule(), datamodule=data)
+    found = re.findall(r"after optimizer step \d+(.*)", caplog.text)
+    assert found == ["", ""]
+    trainer.validate(trainer.lightning_module, datamodule=data, verbose=False)
+    assert caplog.text.rstrip().endswith("the last one of this fit")
 
 
 def test_a_central_run_counts_steps(tmp_path, caplog):

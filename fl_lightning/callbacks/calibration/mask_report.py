@@ -77,7 +77,7 @@ def density_chart(mask: Mask) -> Chart:
         depth -= 1
         rows = density_per_layer(mask, depth)
     names, densities = [row.name for row in rows], [row.density for row in rows]
-    panel = bars(names, densities, x="density", mark=mask.density)
+    panel = bars(names, densities, x="density", mark=mask.density, most=1.0)
     return Chart("density", "", panel, names_are_long=True, height=1.2 + 0.16 * len(rows))
 
 

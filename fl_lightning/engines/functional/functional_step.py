@@ -227,8 +227,13 @@ class _Log:
             raise CannotStack(f"it logs a {type(value).__name__} as {name!r}")
         if options.get("reduce_fx", "mean") != "mean":
             raise CannotStack(f"it logs {name!r} with a reduce_fx other than mean")
+        if name in dict(self.values):
+            raise CannotStack(f"it logs {name!r} twice in a step")
+        weight = options.get("batch_size")
+        if weight is not None and (isinstance(weight, Tensor) or weight <= 0):
+            raise CannotStack(f"it logs {name!r} with a batch_size that batches or steps decide")
         tensor = torch.as_tensor(value).detach().reshape(()).float()
-        self.values.append((name, (tensor, options.get("batch_size"))))
+        self.values.append((name, (tensor, weight)))
 
     def clear(self) -> None:
         """Delete all collected values."""

@@ -19,7 +19,7 @@ from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metrics import PER_EXAMPLE
 from fl_lightning.core.seeds import Integers
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import GlobalModel, Updates, check_finite
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates, check_finite
 from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors
 from fl_lightning.engines.slots.stacked_step import StackedStep
 
@@ -149,21 +149,26 @@ class SlotResults:
         self._clients, self._sums, self._final_buffers = [], [], []
 
 
-def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
-    """Split a group into its finite updates and one error per non-finite update.
+def usable_rows(
+    group: Updates, check_loss: Callable[[ClientUpdate], None] | None = None
+) -> tuple[Updates, list[ClientFailure]]:
+    """Split a group into its usable updates and one error per update that is not.
 
     The clients of these errors train again one by one, and that decides whether they fail.
 
     Args:
         group: updates of clients that trained together.
+        check_loss: raises ClientFailure if the server cannot use the loss of an update; None if it reads none.
     """
     others = group.metrics["train/loss"].sum() + group.buffers.sum()
-    if math.isfinite(others) and math.isfinite(group.norms.sum()):
+    if check_loss is None and math.isfinite(others) and math.isfinite(group.norms.sum()):
         return group, []
     rows, failures = [], list[ClientFailure]()
     for row, update in enumerate(group):
         try:
             check_finite(update)
+            if check_loss is not None:
+                check_loss(update)
         except ClientFailure as failure:
             failures.append(failure)
         else:

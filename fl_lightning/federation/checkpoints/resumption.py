@@ -87,17 +87,19 @@ def _named(
 
 
 def resume_loggers(config: Any, run: EarlierRun | None) -> None:
-    """Make loggers of a resumed run continue in its folder; loggers of a new run get a new folder."""
+    """Make loggers of services continue the record of a resumed run; W&B's get a name for a new one.
+
+    Loggers with folders are told theirs by `take_folders`, which is no part of the configuration: another run
+    of it has a folder of its own.
+    """
     before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
     for number, logger in enumerate(_loggers(config)):
         kind, options = str(logger.class_path).rpartition(".")[2], logger.init_args
         if options.get("version") is not None or options.get("id") is not None:
             continue
-        if run is not None and number == 0 and kind in ("TensorBoardLogger", "CSVLogger"):
-            parent = _save_dir(config, options) / (options.get("name") or "")
-            if run.folder.parent.resolve() == parent.resolve():
-                options["version"] = run.folder.name
-        elif run is not None and number < len(before) and isinstance(before[number], dict):
+        if kind in ("TensorBoardLogger", "CSVLogger"):
+            continue
+        if number < len(before) and isinstance(before[number], dict):
             known = before[number].get("init_args") or {}
             if (version := known.get("version") or known.get("id")) is not None:
                 options["version"] = version
@@ -109,7 +111,10 @@ def set_folder(trainer: Any, run: EarlierRun | None) -> None:
     """Set the folder of a fit without a configured logger: that of the resumed run, or a new one."""
     logger, root = trainer.get("logger"), trainer.get("default_root_dir") or Path.cwd()
     if logger is False:
-        trainer["default_root_dir"] = str(_new_folder(Path(root)) if run is None else run.folder)
+        if run is not None:
+            trainer["default_root_dir"] = str(run.folder)
+        elif not getattr(rank_zero_only, "rank", 0):  # the first process chooses the folder
+            trainer["default_root_dir"] = str(_new_folder(Path(root, _DEFAULT_NAME)))
     elif logger in (None, True) and run is not None and run.folder.parent.name == _DEFAULT_NAME:
         trainer["logger"] = TensorBoardLogger(
             run.folder.parent.parent, name=_DEFAULT_NAME, version=run.folder.name
@@ -122,14 +127,27 @@ def clean_up_after(run: EarlierRun) -> None:
     remove_unfinished(run.folder)
 
 
-def _new_folder(root: Path) -> Path:
-    if getattr(rank_zero_only, "rank", 0):
-        return root  # the first process chooses the folder
-    taken = [
-        path.name.removeprefix("version_") for path in Path(root, _DEFAULT_NAME).glob("version_*")
-    ]
+def take_folders(trainer: Trainer, run: EarlierRun | None) -> None:
+    """Make loggers of a resumed run write to its folder; make a new run's folders, which no other run has.
+
+    Lightning's loggers look for a free number when they are first used: two runs may find the same one.
+    """
+    taken = {} if run is None else {run.folder.parent.resolve(): run.folder.name}
+    for logger in trainer.loggers:
+        if not isinstance(logger, (TensorBoardLogger, CSVLogger)) or "://" in logger.root_dir:
+            continue
+        if logger._version is None:
+            parent = Path(os.path.expandvars(logger.root_dir)).expanduser().resolve()
+            if parent not in taken and trainer.is_global_zero:
+                taken[parent] = _new_folder(parent).name
+            logger._version = taken.get(parent)  # one run's loggers share a folder
+
+
+def _new_folder(parent: Path) -> Path:
+    """Make a folder ``version_N`` that no other run has."""
+    taken = [path.name.removeprefix("version_") for path in parent.glob("version_*")]
     for number in count(1 + max((int(name) for name in taken if name.isdecimal()), default=-1)):
-        folder = Path(root, _DEFAULT_NAME, f"version_{number}")
+        folder = parent / f"version_{number}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:  # another run has just begun

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metrics import metrics_of
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checkpoints.files import AtomicCheckpointIO, load_memory
 from fl_lightning.federation.fit_rounds import FitRounds
+from fl_lightning.federation.loop import is_in_round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import check_same, kind_of
 
@@ -17,6 +24,40 @@ _CHOICES = {"versions": "choice of federation.asynchronous", "privacy": "privacy
 _KINDS = {"correction": "correction", "personal": "choice of federation.personal"}
 
 
+class MissedPlateaus:
+    """Steps of `ReduceLROnPlateau` that Lightning leaves out after resuming.
+
+    Lightning steps these schedules after the callbacks of an epoch's end, which save checkpoints. After resuming
+    it ends that epoch or the next one without them, as it saves no metrics.
+
+    Args:
+        epoch: the epoch that was open when the checkpoint was saved; None without one.
+        positions: number of steps that each schedule had taken by then.
+    """
+
+    def __init__(self, epoch: int | None, positions: Sequence[int]) -> None:
+        self._epoch, self._positions, self._num_left = epoch, positions, 2
+
+    def catch_up(self, trainer: Trainer) -> None:
+        """Take the missing steps of the epoch before; called when an epoch starts."""
+        if self._epoch is None or trainer.current_epoch <= self._epoch or not self._num_left:
+            return
+        for config, position in zip(plateaus(trainer), self._positions, strict=False):
+            is_due = trainer.current_epoch % config.frequency == 0
+            value = trainer.callback_metrics.get(config.monitor)
+            if is_due and config.scheduler.last_epoch == position and value is not None:
+                trainer.lightning_module.lr_scheduler_step(config.scheduler, value)
+        self._epoch, self._num_left = trainer.current_epoch, self._num_left - 1
+        self._positions = [config.scheduler.last_epoch for config in plateaus(trainer)]
+
+
+def plateaus(trainer: Trainer) -> list[LRSchedulerConfig]:
+    """Return the learning-rate schedules that wait for a metric of an epoch."""
+    if not trainer.lightning_module.automatic_optimization:  # such a module steps them itself
+        return []
+    return [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+
+
 def run_state(rounds: FitRounds) -> dict[str, Any]:
     """Return the state of a run.
 
@@ -24,7 +65,8 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
     of several processes writes the checkpoint, and sums of an open round have no noise and need keys.
     """
     run, server, stages = rounds.run, rounds.server, rounds.stages
-    record = rounds.record
+    record, trainer = rounds.record, run.trainer
+    monitored = {config.monitor for config in plateaus(trainer)}
     if stages.is_private:
         begun = RoundRecord(began_at=record.began_at)
         record = begun if server.is_open else record.without_clients()
@@ -43,18 +85,32 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
         "memory": {} if run.ranks.rank else run.memory.state_dict(inside=not beside),
         "population": run.cohorts.population.state_dict(),
         "stages": {stage.key: stage.state_dict() for stage in stages if stage.key is not None},
+        "open_epoch": trainer.current_epoch if is_in_round(trainer) else None,
+        "plateaus": [config.scheduler.last_epoch for config in plateaus(trainer)],
+        "monitored": {n: float(v) for n, v in trainer.callback_metrics.items() if n in monitored},
     }
     if not rounds.is_kept_by_lightning:
         state["model"] = vars(server.model)
     return state
 
 
-def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
+def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> MissedPlateaus:
     """Restore a run from a checkpoint, taken between rounds or inside one.
 
     Raises:
-        ConfigurationError: if the checkpoint is of another model, seed or configuration.
+        ConfigurationError: if the checkpoint is of another model, seed or configuration, or of a version of
+            this package that keeps other entries.
     """
+    try:
+        return _load(rounds, state)
+    except KeyError as error:
+        raise ConfigurationError(
+            f"the checkpoint has no entry {error}: it was written by another version of fl_lightning. Resume "
+            "with that version, or start without ckpt_path"
+        ) from error
+
+
+def _load(rounds: FitRounds, state: dict[str, Any]) -> MissedPlateaus:
     _check(rounds, state)
     run, server = rounds.run, rounds.server
     rounds.follow_state()
@@ -75,6 +131,9 @@ def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     rounds.clients.engine.load_state_dict(state["engine"])
     load_memory(run.memory, state.get("memory", {}), run.trainer.ckpt_path, adopt=True)
     run.cohorts.population.load_state_dict(state["population"])
+    numbers = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["monitored"].items()}
+    run.trainer.callback_metrics.update(numbers)
+    return MissedPlateaus(state["open_epoch"], state["plateaus"])
 
 
 def _check(rounds: FitRounds, state: dict[str, Any]) -> None:

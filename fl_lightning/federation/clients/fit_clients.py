@@ -160,7 +160,7 @@ class FitClients:
         check.begin(stackable)
         again: list[int] = []
         for trained in slots.train(start.model, stackable, term, own):
-            usable, failures = usable_rows(trained)
+            usable, failures = usable_rows(trained, self.local.check_loss)
             # they train again sequentially: example by example there may be a 0 / 0
             again.extend(failure.client_id for failure in failures)
             refused: list[ClientFailure] = []

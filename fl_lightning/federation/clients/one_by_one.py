@@ -112,6 +112,8 @@ class OneByOne:
                     batches=self._plan.steps(work),
                     masks=training.masks,
                 )
+            if self._local.check_loss is not None:
+                self._local.check_loss(update)
             if training.counts and self._stages.learns:
                 remember = self._stages.learn(update, work, training.start)
         return update, remember

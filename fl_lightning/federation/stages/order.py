@@ -31,6 +31,7 @@ from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.transport import SecureRounds, Transport
 from fl_lightning.server.adapters import AdapterAggregator
 from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.means.fair_means import ByLosses
 from fl_lightning.server.means.mean import OverlapMean
 from fl_lightning.server.server import as_aggregator
 
@@ -62,6 +63,8 @@ def stages_of(
     run.local.counts_steps = (
         options.correction is not None or aggregator.needs_effective_steps or bool(own)
     )
+    given = as_aggregator(options.aggregator)  # `aggregator` may wrap it
+    run.local.check_loss = given.check_loss if isinstance(given, ByLosses) else None
     stages += [*own, transport]
     if options.asynchronous is not None:
         stages.append(StaleUpdates(options.asynchronous))

@@ -75,7 +75,12 @@ class Control:
         )
 
     def register_sites(self) -> None:
-        """Register the keys of all sites, and replace those that have changed."""
+        """Register the keys of all sites, and replace those that have changed.
+
+        Raises:
+            ConfigurationError: if Flower has a key already: a start was broken off before `nodes_file` was
+                written. Flower does not tell the node of a key, and never takes one twice.
+        """
         network = self.network
         keys = {n: (network.server / "keys" / f"{n}.pub").read_text() for n in network.sites}
         known = network.registered()
@@ -85,7 +90,16 @@ class Control:
                 self._keep(known)
         for name in keys.keys() - known.keys():
             file = str(network.server / "keys" / f"{name}.pub")
-            told = self._ask("supernode", "register", file, _CONNECTION, "--name", name)
+            try:
+                told = self._ask("supernode", "register", file, _CONNECTION, "--name", name)
+            except ConfigurationError as error:
+                if "already in use" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"Flower has the key of site {name} already, and {network.nodes_file} has not: a start "
+                    f"of the server was broken off. Stop the server, delete {network.server / 'state.db'} "
+                    "and that file, and start server and sites again"
+                ) from None
             known[name] = {"node": int(told["node-id"]), "key": keys[name]}
             self._keep(known)
 

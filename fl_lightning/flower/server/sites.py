@@ -258,8 +258,9 @@ class Sites(FitClients):
             update = self._read(part.answer, part, packing)
             aggregator.check(update, num_updates)
             return self._upload(part.answer, part, start, update)
-        except (RoundFailure, ValueError, KeyError) as error:
-            failure = ClientFailure(part.client, f"at site {part.reply.site}: {error}")
+        except (ClientFailure, RoundFailure, ValueError, KeyError) as error:
+            reason = error.reason if isinstance(error, ClientFailure) else error
+            failure = ClientFailure(part.client, f"at site {part.reply.site}: {reason}")
             return Missing(start, failure)
 
     def _read(self, answer: ClientAnswer, part: Part, packing: Packing) -> ClientUpdate:

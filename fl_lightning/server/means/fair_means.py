@@ -24,6 +24,7 @@ the round changes only through the projection.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import final
 
 import numpy as np
@@ -33,18 +34,42 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure, check_range
-from fl_lightning.core.traits import Traits
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, check_range
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregator import BY_LOSSES, BY_STEPS, AllReduce, Gather, WeightedMean
+from fl_lightning.server.aggregator import BY_STEPS, AllReduce, Gather, WeightedMean
 from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 
 _LOSS = "train/loss"
 _LARGEST_EXPONENT = 600.0  # e^600 and sums of it are still numbers
 
 
+_BY_LOSSES = Traits(
+    breaks={Trait.PRIVATE_EXAMPLES: "weighs clients by their training losses, which have no noise"},
+    instead={Trait.PRIVATE_EXAMPLES: "use Mean, or another rule that looks at updates alone"},
+)
+
+
+class ByLosses(WeightedMean):
+    """A weighted mean whose weights depend on the losses that clients report."""
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        return super().traits | _BY_LOSSES
+
+    @override
+    def check(self, update: ClientUpdate, num_updates: int) -> None:
+        super().check(update, num_updates)
+        self.check_loss(update)
+
+    @abstractmethod
+    def check_loss(self, update: ClientUpdate) -> None:
+        """Raise ClientFailure if the client's loss cannot weight its update."""
+
+
 @final
-class QFedAvg(WeightedMean):
+class QFedAvg(ByLosses):
     """q-FedAvg; with q = 0 it is the mean, bit for bit.
 
     L estimates the curvature of the clients' losses; with plain SGD at a suitable rate it is about
@@ -87,8 +112,7 @@ class QFedAvg(WeightedMean):
     @property
     def traits(self) -> Traits:
         """Traits of a rule by losses; with q > 0 also of one that divides by the length of steps."""
-        traits = super().traits | BY_LOSSES
-        return traits | BY_STEPS if self.q > 0 else traits
+        return super().traits | BY_STEPS if self.q > 0 else super().traits
 
     def of_clients(self, optimizer: Optimizer) -> QFedAvg:
         """Return a copy with the learning rate of the clients' optimizer; itself for q = 0.
@@ -129,28 +153,29 @@ class QFedAvg(WeightedMean):
         self._curvature = torch.zeros((), dtype=torch.float64)
 
     @override
-    def check(self, update: ClientUpdate, num_updates: int) -> None:
-        super().check(update, num_updates)
+    def check_loss(self, update: ClientUpdate) -> None:
         self._loss(update)
 
     def _loss(self, update: ClientUpdate) -> float:
         """Return F_k; 1 if q is 0.
 
         Raises:
-            RoundFailure: if the loss is negative or missing, or F_k^q overflows.
+            ClientFailure: if the loss is negative, missing or not finite, or F_k^q overflows.
         """
         if not self.q:
             return 1.0
         loss = reported_loss(update) + 1e-10  # as the authors' code does: 0 has no power below 0
         if loss < 0:
-            raise RoundFailure(
-                f"q-FedAvg takes powers of losses, and client {update.client_id}'s is {loss:.3g}: "
-                "use a loss that is never negative, or TiltedMean"
+            raise ClientFailure(
+                update.client_id,
+                f"q-FedAvg takes powers of losses, and its loss is {loss:.3g}: use a loss that is never "
+                "negative, or TiltedMean",
             )
         if self.q * math.log(loss) > _LARGEST_EXPONENT:
-            raise RoundFailure(
-                f"q-FedAvg: the loss of client {update.client_id} is {loss:.3g}, and its power {self.q} "
-                "is too large a number: lower q"
+            raise ClientFailure(
+                update.client_id,
+                f"its loss is {loss:.3g}, and the power {self.q} of it, for q-FedAvg, is too large a "
+                "number: lower q",
             )
         return loss
 
@@ -158,7 +183,7 @@ class QFedAvg(WeightedMean):
         """Return F_k^q, times the examples if wanted, and add the update's term of the denominator.
 
         Raises:
-            RoundFailure: if the loss is negative or missing, or the power overflows.
+            ClientFailure: as `check_loss`.
         """
         loss = self._loss(update)
         count = update.num_examples if self.weight_by_examples else 1
@@ -186,7 +211,7 @@ class QFedAvg(WeightedMean):
 
 
 @final
-class TiltedMean(WeightedMean):
+class TiltedMean(ByLosses):
     """The mean weighted by the exponential of the loss; with tilt 0 it is the mean, bit for bit.
 
     Args:
@@ -211,27 +236,22 @@ class TiltedMean(WeightedMean):
         check_range("TiltedMean: tilt", tilt, "at least 0 and finite")
         self.tilt, self.weight_by_examples = tilt, weight_by_examples
 
-    @property
     @override
-    def traits(self) -> Traits:
-        return super().traits | BY_LOSSES
-
-    @override
-    def check(self, update: ClientUpdate, num_updates: int) -> None:
-        super().check(update, num_updates)
+    def check_loss(self, update: ClientUpdate) -> None:
         self.weight(update)
 
     def weight(self, update: ClientUpdate) -> float:
         """Return e^(t F_k), times the examples if wanted.
 
         Raises:
-            RoundFailure: if the exponential overflows, or the loss is missing.
+            ClientFailure: if the exponential overflows, or the loss is missing or not finite.
         """
         exponent = self.tilt * reported_loss(update) if self.tilt else 0.0
         if abs(exponent) > _LARGEST_EXPONENT:
-            raise RoundFailure(
-                f"TiltedMean: tilt times the loss of client {update.client_id} is {exponent:.3g}, "
-                f"the largest exponent allowed is {_LARGEST_EXPONENT:.0f}: lower the tilt"
+            raise ClientFailure(
+                update.client_id,
+                f"the tilt of TiltedMean times its loss is {exponent:.3g}, the largest exponent allowed "
+                f"is {_LARGEST_EXPONENT:.0f}: lower the tilt",
             )
         count = update.num_examples if self.weight_by_examples else 1
         return count * math.exp(exponent)
@@ -241,18 +261,20 @@ def reported_loss(update: ClientUpdate) -> float:
     """Return the mean loss of a client's local steps, or the ``train/loss`` that its module logs.
 
     Raises:
-        RoundFailure: if the client reported no finite loss.
+        ClientFailure: if the client reported no finite loss.
     """
     if _LOSS not in update.metrics:
-        raise RoundFailure(
-            f"client {update.client_id} has reported no {_LOSS}, by which its update is weighted: "
-            "return the loss from training_step"
+        raise ClientFailure(
+            update.client_id,
+            f"it has reported no {_LOSS}, by which its update is weighted: return the loss from "
+            "training_step",
         )
     loss = float(update.metrics[_LOSS])
     if not math.isfinite(loss):
-        raise RoundFailure(
-            f"client {update.client_id} has logged a {_LOSS} of {loss}, by which its update is weighted: "
-            "log finite numbers, or use another name"
+        raise ClientFailure(
+            update.client_id,
+            f"it has logged a {_LOSS} of {loss}, by which its update is weighted: log finite numbers, "
+            "or use another name",
         )
     return loss
 
@@ -261,7 +283,7 @@ _CLIENTS, _SHARES = "clients", "shares"
 
 
 @final
-class AFL(WeightedMean):
+class AFL(ByLosses):
     """Agnostic federated learning; with step 0 it is the unweighted mean of the clients.
 
     Clients start with equal weights; a client that joins later starts with the mean of the weights.
@@ -297,11 +319,6 @@ class AFL(WeightedMean):
         self.step = step
 
     @property
-    @override
-    def traits(self) -> Traits:
-        return super().traits | BY_LOSSES
-
-    @property
     def weights(self) -> dict[int, float]:
         """λ of every client that has been in a round, by client id."""
         shares = self._shares()
@@ -320,8 +337,7 @@ class AFL(WeightedMean):
         self._before = self._shares()
 
     @override
-    def check(self, update: ClientUpdate, num_updates: int) -> None:
-        super().check(update, num_updates)
+    def check_loss(self, update: ClientUpdate) -> None:
         self._loss(update)
 
     def _loss(self, update: ClientUpdate) -> float:
@@ -331,7 +347,7 @@ class AFL(WeightedMean):
         """Return the client's λ, and remember its loss.
 
         Raises:
-            RoundFailure: if the client reported no loss.
+            ClientFailure: if the client reported no finite loss.
         """
         self._losses[update.client_id] = self._loss(update)
         return self._before.get(update.client_id, 1.0)
