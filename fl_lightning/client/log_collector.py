@@ -199,12 +199,30 @@ class LogCollector:
         self.epoch_names[name] = epoch_name
         self._metrics[name] = metric
 
-    def collect_metrics(self) -> dict[str, float]:
+    def check_metrics(self, module: nn.Module) -> None:
+        """Raise ConfigurationError for a logged torchmetrics object that is no part of the module.
+
+        The examples of clients that fail, and of trials, are taken out of parts of the module alone.
+        """
+        parts = set(map(id, module.modules()))
+        for name, metric in self._metrics.items():
+            if id(metric) not in parts:
+                raise ConfigurationError(
+                    f"self.log({name!r}, …) in training_step: the torchmetrics object must be a part of the "
+                    "module, an attribute set in __init__, or in an nn.ModuleDict or nn.ModuleList"
+                )
+
+    def collect_metrics(self, module: nn.Module | None = None) -> dict[str, float]:
         """Return the values of logged torchmetrics objects and reset them.
 
         Each value is the metric of the pooled examples since the last call, not a mean over clients.
+
+        Args:
+            module: the module whose parts they must be, see `check_metrics`; None for any.
         """
         values = {}
+        if module is not None and self._metrics:
+            self.check_metrics(module)
         for name, metric in self._metrics.items():
             values[self.epoch_names[name]] = float(metric.compute())
         for metric in self._metrics.values():  # one object may be logged under several names

@@ -20,7 +20,7 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.processes.exchange import Failure, exchange, logged_metrics
+from fl_lightning.federation.processes.exchange import Failure, exchange
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_cohorts import CohortBatch
 from fl_lightning.federation.round_record import RoundRecord
@@ -141,8 +141,7 @@ class FitRounds:
         began, run, record = time.perf_counter(), self.run, self._round.record
         # before the step, as metrics of the module may fail
         with self.clients.metrics_kept_apart():
-            logged_metrics(run.collector, run.module)  # raises if one is no part of the module
-            record.pooled = run.collector.collect_metrics()
+            record.pooled = run.collector.collect_metrics(run.module)
         if self.clients.rehearsal.failures:
             self.clients.rehearsal.warn_of_failures(record)
         self._round.step()

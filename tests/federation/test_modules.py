@@ -287,6 +287,59 @@ def test_a_logged_mean_over_batches_counts_all_batches_alike(engine):
     torch.testing.assert_close(trainer.callback_metrics["per_batch"], expected)
 
 
+class ByClass(ToyModule):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        count = int((y == 0).sum())
+        self.log("of_class_0", x[y == 0].sum() / max(count, 1), batch_size=count)
+        return F.cross_entropy(self.net(x), y)
+
+
+def test_a_value_logged_with_weight_0_counts_for_nothing():
+    data = toy_data(3, batch_size=2)
+    federation = Federation(local_epochs=1)
+    trainer, _ = fit(ByClass(), federation=federation, data=data, max_epochs=1)
+    x, y = data.source.train.tensors
+    expected = x[y == 0].sum() / (y == 0).sum()
+    torch.testing.assert_close(trainer.callback_metrics["of_class_0"], expected)
+
+
+class LogsTwice(ToyModule):
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("twice", loss)
+        self.log("twice", 3 * loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:engine. sequential and not slots")
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_a_name_logged_twice_in_a_step_is_the_mean_of_both(engine):
+    federation = Federation(local_epochs=1, engine=engine)
+    trainer, _ = fit(LogsTwice(), federation=federation, max_epochs=1)
+    found = trainer.callback_metrics
+    torch.testing.assert_close(found["twice"], 2 * found["train/loss"])
+
+
+def test_a_torchmetrics_object_outside_of_the_module_is_refused():
+    """A client that trained twice, for a trial, was counted twice in it."""
+
+    class Outside(ToyModule):
+        def __init__(self):
+            super().__init__()
+            self.kept = {"sum": torchmetrics.SumMetric()}
+
+        def training_step(self, batch, batch_idx):
+            self.kept["sum"].update(1.0)
+            self.log("sum", self.kept["sum"])
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(
+        ConfigurationError, match=r"self.log\('sum', …\).*must be a part of the module"
+    ):
+        fit(Outside(), max_epochs=1)
+
+
 def test_a_name_that_marks_a_weight_cannot_be_logged():
     class Marked(ToyModule):
         def training_step(self, batch, batch_idx):

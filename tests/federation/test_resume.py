@@ -90,7 +90,7 @@ class RarePlateau(Plateau):
     frequency = 2
 
 
-@pytest.mark.parametrize(("kind", "every"), [(Plateau, 1), (RarePlateau, 1), (Plateau, 2)])
+@pytest.mark.parametrize(("kind", "every"), [(Plateau, 1), (RarePlateau, 1), (RarePlateau, 2)])
 def test_a_plateau_is_counted_whenever_a_run_was_stopped(tmp_path, kind, every):
     """Lightning leaves its step out in the epoch from which it resumes, and forgets the last validation."""
 

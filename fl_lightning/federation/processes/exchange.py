@@ -118,18 +118,10 @@ def logged_metrics(collector: LogCollector, module: nn.Module) -> list[tuple[str
     """Logged values as `Report.logged` holds them.
 
     Raises:
-        ConfigurationError: for an object that is no part of the module: failed clients and trials would stay
-            in it, and other processes not find it.
+        ConfigurationError: for an object that is no part of the module, where other processes look for it.
     """
-    if not collector.metrics:
-        return []
+    collector.check_metrics(module)
     places = {id(c): path for path, c in module.named_modules() if isinstance(c, Metric)}
-    for name, metric in collector.metrics.items():
-        if id(metric) not in places:
-            raise ConfigurationError(
-                f"self.log({name!r}, …) in training_step: the torchmetrics object must be a part of the "
-                "module, an attribute set in __init__, or in an nn.ModuleDict or nn.ModuleList"
-            )
     return [(n, collector.epoch_names[n], places[id(m)]) for n, m in collector.metrics.items()]
 
 
