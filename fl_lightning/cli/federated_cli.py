@@ -202,6 +202,8 @@ class FederatedCLI(LightningCLI):
             self._run = run if is_fit else None
         resume_loggers(config, self._run)
         super().instantiate_classes()
+        if self._run is not None:  # what is saved is the run's configuration, from its start
+            config["ckpt_path"] = self._run.config.get("ckpt_path")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer, with the federation and the callbacks of every run."""
@@ -236,7 +238,7 @@ class FederatedCLI(LightningCLI):
         return trainer
 
     def _take_folders(self, trainer: Trainer) -> None:
-        """Take the folders of a fit, and clean up those of a resumed one."""
+        """Make the folders of a new fit, or clean up those of a resumed one."""
         take_folders(trainer, self._run)
         if self._run is not None and trainer.is_global_zero:
             clean_up_after(self._run)

@@ -144,7 +144,7 @@ def test_the_configuration_of_a_resumed_run_gives_another_run():
     (folder,) = run_folders()
     fit(*CSV, *LAST, rounds=3)
     before = last_state(folder)["state_dict"]
-    main(["fit", "--config", str(folder / "config.yaml"), "--federation.local_steps", "1"])
+    main(["fit", "--config", str(folder / "config.yaml")])
     (other,) = [each for each in run_folders() if each != folder]
     assert last_state(other)["global_step"] == 3
     assert all(torch.equal(last_state(folder)["state_dict"][name], before[name]) for name in before)

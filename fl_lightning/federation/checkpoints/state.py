@@ -39,7 +39,7 @@ class MissedPlateaus:
         self._epoch, self._positions, self._num_left = epoch, positions, 2
 
     def catch_up(self, trainer: Trainer) -> None:
-        """Take the missing steps of the epoch before; called when an epoch starts."""
+        """Step the schedules that Lightning has not stepped in the epoch before; called when an epoch starts."""
         if self._epoch is None or trainer.current_epoch <= self._epoch or not self._num_left:
             return
         for config, position in zip(plateaus(trainer), self._positions, strict=False):
