@@ -185,6 +185,11 @@ class ClientEvaluation(Callback):
     ) -> None:
         """Print, log and save the metrics of the clients of all processes."""
         values = dict(sorted(p for share in Ranks(trainer).gather(found) for p in share.items()))
+        if not values:
+            rank_zero_warn(
+                f"per-client evaluation: no client has a metric. Log in {stage}_step: a client's metrics are what "
+                f"that step logs on its examples, and on_{stage}_epoch_end is of all examples"
+            )
         self.per_client = {
             client: {name: float(value) for name, value in metrics.items()}
             for client, metrics in values.items()

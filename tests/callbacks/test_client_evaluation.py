@@ -236,6 +236,22 @@ def test_a_client_with_one_example_too_few_for_a_metric_is_left_out(tmp_path):
     assert all(row["val/r2"] and row["val/loss"] for row in rows.values())
 
 
+class AtTheEnd(ToyModule):
+    """Logs at the end of a validation, and in no step."""
+
+    def validation_step(self, batch, batch_idx):
+        self.last = self.net(batch[0]).mean()
+
+    def on_validation_epoch_end(self):
+        self.log("val/last", self.last)
+
+
+def test_a_module_whose_step_logs_nothing_is_told_that_clients_have_no_metric():
+    trainer = toy_trainer(ClientEvaluation())
+    with pytest.warns(UserWarning, match=r"no client has a metric\. Log in validation_step"):
+        trainer.validate(AtTheEnd(), datamodule=toy_data(client_val_fraction=0.5), verbose=False)
+
+
 def test_only_the_end_of_a_fit_is_called_its_last_round(caplog):
     data = toy_data(client_val_fraction=0.2)
     trainer = validating_trainer(
