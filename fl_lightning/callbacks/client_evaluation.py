@@ -185,7 +185,7 @@ class ClientEvaluation(Callback):
     ) -> None:
         """Print, log and save the metrics of the clients of all processes."""
         values = dict(sorted(p for share in Ranks(trainer).gather(found) for p in share.items()))
-        if not values:
+        if not values and trainer.datamodule.evaluated_by is None:  # type: ignore[attr-defined]
             rank_zero_warn(
                 f"per-client evaluation: no client has a metric. Log in {stage}_step: a client's metrics are what "
                 f"that step logs on its examples, and on_{stage}_epoch_end is of all examples"
