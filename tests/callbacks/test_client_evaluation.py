@@ -247,7 +247,7 @@ class AtTheEnd(ToyModule):
 
 
 def test_a_module_whose_step_logs_nothing_is_told_that_clients_have_no_metric():
-    trainer = toy_trainer(ClientEvaluation())
+    trainer = validating_trainer(ClientEvaluation())
     with pytest.warns(UserWarning, match=r"no client has a metric\. Log in validation_step"):
         trainer.validate(AtTheEnd(), datamodule=toy_data(client_val_fraction=0.5), verbose=False)
 

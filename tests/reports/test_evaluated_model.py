@@ -72,7 +72,7 @@ def test_saved_models_are_told_with_their_rounds_the_last_one_first(fitted, best
 
 def test_a_central_fit_that_goes_on_is_not_at_its_last_model(caplog):
     data = toy_data(client_val_fraction=0.2)
-    trainer = toy_trainer(ClientEvaluation(every_n_rounds=1), max_epochs=2)
+    trainer = validating_trainer(ClientEvaluation(every_n_rounds=1), max_epochs=2)
     trainer.fit(ToyModule(), datamodule=data)
     found = re.findall(r"after optimizer step \d+(.*)", caplog.text)
     assert found == ["", ""]
