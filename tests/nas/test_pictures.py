@@ -118,13 +118,14 @@ def test_a_front_is_drawn_with_its_bound_and_the_names_of_all_networks():
     cells = sampled(BENCH, 4)
     values = [(3, 0.9), (1, 0.5), (2, 0.4), (1, -math.inf)]
     known = dict(zip(cells, values, strict=True))
-    costs = lambda cell: {"flops": known[cell][0]}
-    result = SearchResult(Problem(BENCH, lambda cell: known[cell][1], costs), budget=4)
+    costs = lambda cell: {"flops": known.get(cell, values[1])[0], "params": 1}
+    constraints = (Constraint("flops", 3.5), Constraint("params", 7.0))
+    problem = Problem(BENCH, lambda cell: known[cell][1], costs, constraints)
+    result = SearchResult(problem, budget=4)
     for cell in cells:
         result.of(cell)
-    constraints = [Constraint("flops", 3.5), Constraint("params", 7.0)]
     panel = Figure().subplots()
-    tooltips = Findings(result, "flops", "synflow", constraints).front()(panel)
+    tooltips = Findings(result, "flops", "synflow").front()(panel)
     assert panel.collections[0].get_offsets().tolist() == [[3, 0.9], [1, 0.5], [2, 0.4]]
     assert panel.lines[0].get_xydata().tolist() == [[1, 0.5], [3, 0.9]]
     assert [line.get_xdata() for line in panel.lines[1:]] == [[3.5, 3.5]]
@@ -150,11 +151,8 @@ def test_a_space_without_cells_has_no_graph():
         name = "widths"
         decisions = (Decision("width", ("1", "2")),)
 
-        def text(self, choices):
-            return str(choices[0])
-
-        def parse(self, text):
-            return self.architecture([int(text)])
+        def build(self, architecture, **shape):
+            return torch.nn.Flatten()
 
     with pytest.raises(ConfigurationError, match="widths is not made of cells"):
         cell_figure(Widths().architecture([0]))
