@@ -92,14 +92,6 @@ class ClientEvaluation(Callback):
         self._origin = ModelOrigin()
         self.per_client: dict[int, dict[str, float]] = {}
 
-    # charts of TensorBoard that may be empty in the first round
-    late_charts = ("held-out examples, mean", "held-out examples, worst decile")
-
-    @property
-    def has_curves(self) -> bool:
-        """True if clients are evaluated during the fit, not only at the end."""
-        return self.every_n_rounds > 0 or self._local is not None
-
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:

@@ -34,7 +34,6 @@ from fl_lightning.cli.names import expanded, whole
 from fl_lightning.cli.runs import (
     RunConfig,
     console,
-    forget_early_messages,
     how_to_resume,
     in_columns,
     report_whereabouts,
@@ -60,7 +59,7 @@ from fl_lightning.federation import (
 )
 from fl_lightning.reports.evaluated_model import ResultsTable, shown_path
 from fl_lightning.reports.layout import in_lines
-from fl_lightning.reports.log_file import Level, detail
+from fl_lightning.reports.log_file import Level, detail, take_early_messages
 from fl_lightning.reports.overview import DryRun
 from fl_lightning.reports.run_report import RunReport
 from fl_lightning.reports.screen import clear_leftovers
@@ -329,7 +328,7 @@ class FederatedCLI(LightningCLI):
         finally:
             if self._is_dry:
                 self._scratch.cleanup()
-        forget_early_messages()
+        take_early_messages()  # which a child process has written into its log file
         if self._interruption.is_asked:  # during the last round
             raise Interrupted(signal.SIGINT, how_to_resume(folders))
 

@@ -195,11 +195,6 @@ def console() -> Iterator[None]:
         warnings.formatwarning = formatwarning
 
 
-def forget_early_messages() -> None:
-    """Discard the messages kept so far, which a child process has written into its log file."""
-    EarlyMessages.taken_from(LOGGERS)
-
-
 def _warning(
     message: Warning | str,
     category: type[Warning],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from fl_lightning.experiments.results import (
     spreads,
 )
 from fl_lightning.experiments.runs import is_finished
-from fl_lightning.reports.charts import Chart, Panel, draw, series, write_figure
+from fl_lightning.reports.charts import Panel, draw, series, write_figure
 from fl_lightning.reports.layout import in_lines, is_terminal, width_of
 from fl_lightning.reports.page import Page
 from fl_lightning.reports.panels import Line, bars, curves, table_map
@@ -139,7 +139,7 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     runs_table(results).to_csv(out / "results.csv", index=False)
     curves_table(results).to_csv(out / "curves.csv", index=False)
     (out / "results.md").write_text(text + "\n")
-    write_figure(draw([*comparison_charts(results, experiment)])[0], out / "results")
+    write_figure(draw(comparison_panels(results, experiment))[0], out / "results")
     write_comparison(out, experiment, results)
     shown = text
     if is_terminal(sys.stdout):  # results.md has the whole table
@@ -172,7 +172,7 @@ def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunRes
             page.table(*head_and_rows(cells, " \\ ".join(experiment.axes)))
     page.heading("Figures")
     page.text(caption(results, experiment))
-    page.charts([*comparison_charts(results, experiment)], out / FIGURES)
+    page.charts(comparison_panels(results, experiment), out / FIGURES)
     page.heading("Runs")
     runs = runs_table(results).set_index("variant").map(_cell)
     page.table(*head_and_rows(runs), fold=f"All {len(results)} runs")
@@ -206,19 +206,18 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def comparison_charts(results: Sequence[RunResult], experiment: Experiment) -> Iterator[Chart]:
-    """Yield learning curves of the monitored and reported metrics, then final values of the reported ones."""
+def comparison_panels(results: Sequence[RunResult], experiment: Experiment) -> dict[str, Panel]:
+    """Return panels by title: curves of the monitored and reported metrics, then final values of the reported."""
     metrics = (experiment.monitor, *experiment.report)
     logged = [m for m in metrics if min(len(r.curves.get(m, ())) for r in results) > 0]
     logged = [m for m in logged if max(len(r.curves[m]) for r in results) > 1]
     shown = list(dict.fromkeys(logged))[: 1 if len(experiment.axes) == 2 else None]
-    for metric in shown:
-        panel = _curves(metric, results, experiment.over)
-        yield Chart(f"{_file(metric)}_curves", metric, panel, names_are_long=True)
+    panels = {metric: _curves(metric, results, experiment.over) for metric in shown}
     for metric in experiment.report:
         is_matrix = len(experiment.axes) == 2
         last = _matrix(metric, results, experiment) if is_matrix else _bars(metric, results)
-        yield Chart(_file(metric), f"{metric}, at the end", last, names_are_long=True)
+        panels[f"{metric}, at the end"] = last
+    return panels
 
 
 def caption(results: Sequence[RunResult], experiment: Experiment) -> str:
@@ -230,10 +229,6 @@ def caption(results: Sequence[RunResult], experiment: Experiment) -> str:
         f" Bands and whiskers are one standard deviation over {seeds} seeds." if seeds > 1 else ""
     )
     return f"Means over seeds.{band}"
-
-
-def _file(metric: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in metric)
 
 
 def _curves(metric: str, results: Sequence[RunResult], over: str | None) -> Panel:

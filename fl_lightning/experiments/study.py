@@ -33,7 +33,7 @@ from fl_lightning.experiments.experiment import as_text
 from fl_lightning.experiments.space import Search
 from fl_lightning.experiments.sweep_plan import Plan, with_values
 from fl_lightning.federation import differences
-from fl_lightning.reports.charts import Chart, draw, write_figure
+from fl_lightning.reports.charts import Panel, draw, write_figure
 from fl_lightning.reports.panels import bars, points
 
 if TYPE_CHECKING:
@@ -294,8 +294,7 @@ def importances(study: optuna.Study) -> dict[str, float]:
 def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
     """Draw the importances as bars, into PNG and SVG files."""
     panel = bars([names[option] for option in shares], [*shares.values()])
-    chart = Chart("importance", "importance, share of all", panel, names_are_long=True)
-    write_figure(draw([chart])[0], path)
+    write_figure(draw({"importance, share of all": panel})[0], path)
 
 
 def draw_trials(out: Path, study: optuna.Study, metric: str) -> None:
@@ -321,21 +320,20 @@ def draw_trials(out: Path, study: optuna.Study, metric: str) -> None:
         labels=("trial", metric),
         steps=("best so far", best),
     )
-    write_figure(draw([Chart("trials", "", over_time, names_are_long=True)])[0], out / "trials")
+    write_figure(draw({"": over_time})[0], out / "trials")
     distributions = {name: d for trial, _ in done for name, d in trial.distributions.items()}
-    charts = []
+    panels: dict[str, Panel] = {}
     for option, distribution in sorted(distributions.items()):
         known = [number for number, (trial, _) in enumerate(done) if option in trial.params]
-        panel = points(
+        panels[option] = points(
             [done[number][0].params[option] for number in known],
             [values[number] for number in known],
             [texts[number] for number in known],
-            labels=(option, metric),
+            labels=("", metric),
             scale="log" if getattr(distribution, "log", False) else "linear",
         )
-        charts.append(Chart(option, "", panel, names_are_long=True))
-    if charts:
-        write_figure(draw(charts)[0], out / "options")
+    if panels:
+        write_figure(draw(panels)[0], out / "options")
 
 
 _SHOWN = (TrialState.COMPLETE, TrialState.PRUNED)

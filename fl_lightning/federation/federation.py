@@ -130,7 +130,9 @@ class Federation(Options, Callback):
         for part in self.rounds.stages.around_fit:
             part.round_ends(trainer, record)
         metrics, facts, twins = record.metrics(), record.facts(), record.twins()
-        in_bar = {"train/loss", *self.rounds.run.collector.prog_bar}
+        in_bar = set(self.rounds.run.collector.prog_bar)
+        if not twins or not any("loss" in name.lower() for name in in_bar):
+            in_bar.add("train/loss")
         shown = [name for name in metrics if name in in_bar]
         log_round(trainer, metrics | facts, in_progress_bar=shown, twins=twins)
 

@@ -38,7 +38,7 @@ from fl_lightning.nas.mixture import protector
 from fl_lightning.nas.network import retraining
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.reports.charts import Chart, Panel, draw, inline, series, write_figure
+from fl_lightning.reports.charts import Panel, draw, inline, series, write_figure
 from fl_lightning.reports.graphs import Graph, graph_figure
 from fl_lightning.reports.loggers import log_figure
 from fl_lightning.reports.page import FRAGMENTS, Page
@@ -150,9 +150,9 @@ class SearchReport(Callback):
         step = trainer.current_epoch
         if not trainer.is_global_zero or step % every:
             return
-        cell, chart = module.architecture, Chart("map", "", _map(module.space, module.shares))
+        cell, shares = module.architecture, {"": _map(module.space, module.shares)}
         log_figure(trainer, "search/cell", lambda: cell_figure(cell), step=step)
-        log_figure(trainer, "search/probabilities", lambda: draw([chart])[0], step=step)
+        log_figure(trainer, "search/probabilities", lambda: draw(shares)[0], step=step)
 
     def _verdict(self, module: Any, last_round: int) -> str:
         """Return the line that names the found architecture, or says that α has not decided."""
@@ -230,13 +230,7 @@ class SearchReport(Callback):
             "entropy (nats per edge)": curves([Line(rounds, entropy)]),
             "expected multiply-adds": curves([Line(rounds, flops)]),
         }
-        page.charts(
-            [
-                Chart(f"search-{number}", title, panel, names_are_long=number == 0)
-                for number, (title, panel) in enumerate(panels.items())
-            ],
-            folder / "figures",
-        )
+        page.charts(panels, folder / "figures", prefix="search-")
         path = folder / FRAGMENTS / "search.html"
         path.parent.mkdir(exist_ok=True)
         path.write_text(page.fragment(), encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Charts of a report, each a matplotlib panel, written as PNG and SVG files and inline into a page.
+"""Charts of a report: panels drawn by matplotlib, written as PNG and SVG files and inline into a page.
 
-Charts are drawn in the colours of the light theme. In a page each colour becomes a CSS variable, so that the
+A chart is a title and a panel, a function that draws on matplotlib axes; several charts are panels by title.
+They are drawn in the colours of the light theme. In a page each colour becomes a CSS variable, so that the
 same drawing also suits the dark theme, and a tooltip shows the value of each point.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -71,36 +72,20 @@ class Tooltip:
 
 
 Panel = Callable[[Any], Sequence[Tooltip]]  # draws on matplotlib axes and returns its tooltips
-_WIDTH = 4.3  # inches
+_WIDTH, _HEIGHT = 4.3, 2.9  # of a chart, in inches
 _A_ROW = 2  # charts in a row of a picture
 _MOST_TOOLTIPS = 1200  # of a chart: a hundred bytes each
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One chart of a report.
-
-    Attributes:
-        name: name of the chart's files, without suffix.
-        title: title above the chart.
-        panel: function that draws the chart.
-        names_are_long: whether to make room for long names, which takes twice as long to draw.
-        height: height of the chart in inches.
-    """
-
-    name: str
-    title: str
-    panel: Panel
-    names_are_long: bool = False
-    height: float = 2.9
-
-
-def draw(charts: Sequence[Chart], title: str = "") -> tuple[Figure, list[Tooltip]]:
+def draw(
+    panels: Mapping[str, Panel], title: str = "", *, height: float = _HEIGHT
+) -> tuple[Figure, list[Tooltip]]:
     """Draw charts side by side, two in a row.
 
     Args:
-        charts: at least one chart.
+        panels: panels by title, at least one.
         title: title above all charts.
+        height: height of each chart in inches.
 
     Returns:
         The figure, and the tooltips of all charts.
@@ -108,29 +93,19 @@ def draw(charts: Sequence[Chart], title: str = "") -> tuple[Figure, list[Tooltip
     from matplotlib import rc_context  # a second to import
     from matplotlib.figure import Figure
 
-    columns = min(_A_ROW, len(charts))
-    rows = math.ceil(len(charts) / columns)
-    width = _WIDTH * columns
-    height = max(chart.height for chart in charts) * rows
-    has_room = any(chart.names_are_long for chart in charts) or len(charts) > 1 or bool(title)
+    columns = min(_A_ROW, len(panels))
+    rows = math.ceil(len(panels) / columns)
     tooltips: list[Tooltip] = []
     with rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained" if has_room else None)
+        figure = Figure(figsize=(_WIDTH * columns, height * rows), layout="constrained")
         places = [*figure.subplots(rows, columns, squeeze=False).flat]
-        for chart, axes in zip(charts, places, strict=False):
-            tooltips += chart.panel(axes)
-            axes.set_title(chart.title)
-        for axes in places[len(charts) :]:
+        for (name, panel), axes in zip(panels.items(), places, strict=False):
+            tooltips += panel(axes)
+            axes.set_title(name)
+        for axes in places[len(panels) :]:
             axes.remove()
         if title:
             figure.suptitle(title, fontsize=10)
-        if not has_room:  # margins in inches
-            figure.subplots_adjust(
-                left=0.62 / width,
-                right=1 - 0.12 / width,
-                bottom=0.46 / height,
-                top=1 - 0.28 / height,
-            )
     return figure, tooltips
 
 
@@ -163,15 +138,25 @@ _STYLE: Any = {
 }
 
 
-def write_chart(chart: Chart, folder: Path) -> str:
-    """Write a chart as ``<name>.png`` and ``<name>.svg``, and return its SVG for a page.
+def file_name(title: str) -> str:
+    """Return a file name for a title.
+
+    Example:
+        >>> file_name("val/accuracy, at the end")
+        'val_accuracy_at_the_end'
+    """
+    return re.sub(r"\W+", "_", title).strip("_").lower()
+
+
+def write_chart(title: str, panel: Panel, path: Path) -> str:
+    """Write a chart as PNG and SVG, see `write_figure`, and return its SVG for a page.
 
     Returns:
-        An ``<svg>`` element in the colours of the page, whose ids are unique in the page.
+        An ``<svg>`` element in the colours of the page, whose ids begin with the file's name.
     """
-    figure, tooltips = draw([chart])
-    svg = write_figure(figure, folder / chart.name)
-    return inline(svg.replace("</svg>", f"{_as_svg(figure, tooltips)}</svg>"), chart.name)
+    figure, tooltips = draw({title: panel})
+    svg = write_figure(figure, path)
+    return inline(svg.replace("</svg>", f"{_as_svg(figure, tooltips)}</svg>"), path.name)
 
 
 def write_figure(figure: Figure, path: Path) -> str:
@@ -188,6 +173,7 @@ def write_figure(figure: Figure, path: Path) -> str:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(f"{path}.png", dpi=130, facecolor="white")
+    figure.set_layout_engine("none")  # whose result is kept: it takes as long as a drawing
     drawn = io.StringIO()
     # text stays text; ids in the file would be random without a salt
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fl_lightning"}):

@@ -22,7 +22,7 @@ from fl_lightning.federation import Federation, begin_round, is_in_round, logged
 from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.progress import federation_of, number
-from fl_lightning.reports.screen import table
+from fl_lightning.reports.screen import in_blocks
 
 
 class ModelOrigin:
@@ -86,7 +86,7 @@ def _unit(federated: bool) -> str:
 
 # metrics of a round, not of the model
 _OF_ROUNDS = re.compile(
-    r"round/|secure/|privacy/|mask/|calibration/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/"
+    r"round/|secure/|privacy/|mask/|calibration/|lr-|epoch$|step$|.*_(step|epoch)$|train[/_]|search/"
 )
 _OVER_CLIENTS = re.compile(r"(clients/)?(?P<name>.+)_(?P<kind>mean|std|worst_decile|jain)")
 _COLUMNS = ("mean", "std", "worst_decile")
@@ -169,7 +169,7 @@ def results_table(metrics: Mapping[str, Any]) -> str:
             model, ``clients/val/accuracy_mean`` over clients, ``personal/…`` of personal models.
 
     Example:
-        >>> metrics = {"test/accuracy": 0.96, "train/loss": 0.1, "clients/test/accuracy_mean": 0.95}
+        >>> metrics = {"test/accuracy": 0.96, "train_loss": 0.1, "clients/test/accuracy_mean": 0.95}
         >>> metrics |= {"clients/test/accuracy_std": 0.04, "personal/test/accuracy_mean": 0.97}
         >>> print(results_table(metrics))
                                 model  clients    std  worst 10 %
@@ -192,4 +192,4 @@ def results_table(metrics: Mapping[str, Any]) -> str:
         [name, *(number(rows[name][kind]) if kind in rows[name] else "-" for kind in kinds)]
         for name in order
     ]
-    return table(["", *_HEAD[: len(kinds)]], lines)
+    return in_blocks(["", *_HEAD[: len(kinds)]], lines)

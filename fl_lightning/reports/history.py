@@ -44,12 +44,9 @@ class RoundLine:
             >>> RoundLine(1, {"val/loss": float("nan")}).text()
             '{"round": 1, "metrics": {"val/loss": null}}'
         """
-        line: dict[str, Any] = {"round": self.number, "metrics": _plain(self.metrics)}
+        line = {"round": self.number, "metrics": _finite(self.metrics)}
         if self.clients:
-            line["clients"] = {
-                name: [*values] if name == IDS else [*_plain(dict(enumerate(values))).values()]
-                for name, values in self.clients.items()
-            }
+            line["clients"] = _finite(self.clients)
         return json.dumps(line)
 
     @classmethod
@@ -57,10 +54,7 @@ class RoundLine:
         """Read a round from a line of JSON."""
         line = json.loads(text)
         metrics = {name: _number(value) for name, value in line["metrics"].items()}
-        clients = {
-            name: values if name == IDS else [_number(value) for value in values]
-            for name, values in line.get("clients", {}).items()
-        }
+        clients = {name: [*map(_number, each)] for name, each in line.get("clients", {}).items()}
         return cls(line["round"], metrics, clients)
 
 
@@ -140,9 +134,14 @@ def append(folder: Path, line: RoundLine) -> None:
         file.write(f"{line.text()}\n")
 
 
-def _plain(values: Mapping[Any, float]) -> dict[Any, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+def _finite(value: Any) -> Any:
+    """Return a value for JSON: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [*map(_finite, value)]
+    return value if math.isfinite(value) else None
 
 
 def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+    return math.nan if value is None else value

@@ -17,7 +17,6 @@ from typing import Any
 from typing_extensions import override
 
 LABEL_WIDTH = 12
-WITH_TIME = "%(asctime)s | %(levelname)s | %(message)s"
 # attribute of log records that go into the log file only, not onto the screen
 DETAIL = "is_detail"
 
@@ -59,7 +58,30 @@ def in_lines(text: str, stream: Any) -> str:
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-class ConsoleFormatter(logging.Formatter):
+class FileFormatter(logging.Formatter):
+    r"""Formats a log record as time, level and message; further lines are indented.
+
+    So they do not look like separate messages.
+
+    Args:
+        process: number of the process, written ahead of its messages unless it is 0.
+
+    Example:
+        >>> made = logging.makeLogRecord({"msg": "a\nb", "levelname": "INFO"})
+        >>> FileFormatter().format(made).split(" | ", 1)[1]
+        'INFO | a\n    b'
+    """
+
+    def __init__(self, process: int = 0) -> None:
+        mark = f"process {process}: " if process else ""
+        super().__init__(f"%(asctime)s | %(levelname)s | {mark}%(message)s")
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).rstrip().replace("\n", "\n    ")
+
+
+class ConsoleFormatter(FileFormatter):
     """Lays messages out in two columns if the handler writes to a terminal.
 
     Args:
@@ -67,44 +89,18 @@ class ConsoleFormatter(logging.Formatter):
     """
 
     def __init__(self, handler: logging.StreamHandler[Any]) -> None:
-        super().__init__(WITH_TIME)
+        super().__init__()
         self._handler = handler
 
     @override
     def format(self, record: logging.LogRecord) -> str:
         stream = self._handler.stream
         if not is_terminal(stream):
-            return with_time(super().format(record))
+            return super().format(record)
         message = record.getMessage()
         if record.levelno >= logging.WARNING:
             message = f"{record.levelname.lower()}: {message}"
         return laid_out(message, width_of(stream) - 1)
-
-
-class FileFormatter(logging.Formatter):
-    """Formats a log record as time, level and message; further lines of a message are indented.
-
-    Args:
-        process: number of the process, written ahead of its messages unless it is 0.
-    """
-
-    def __init__(self, process: int = 0) -> None:
-        mark = f"process {process}: " if process else ""
-        super().__init__(WITH_TIME.replace("%(message)s", f"{mark}%(message)s"))
-
-    @override
-    def format(self, record: logging.LogRecord) -> str:
-        return with_time(super().format(record))
-
-
-def with_time(text: str) -> str:
-    r"""Indent all lines but the first, so that they do not look like separate messages.
-
-    Example:
-        >>> with_time("1 | INFO | a\nb")
-        '1 | INFO | a\n    b'
-    """
-    return text.rstrip().replace("\n", "\n    ")
 
 
 NARROWEST, USUAL = 40, 80

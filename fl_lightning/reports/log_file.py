@@ -35,34 +35,31 @@ from fl_lightning.reports.progress import RoundProgressBar, round_line
 _ADVERTISEMENT = "💡 Tip"
 
 
-class EarlyMessages(logging.Handler):
-    """Log handler that stores messages until `take` returns them."""
+# loggers whose messages go to the screen and the file; some of them do not pass messages on to the root logger
+LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "fl_lightning")
 
-    def __init__(self, level: int = logging.NOTSET) -> None:
-        super().__init__(level)
-        self._records: list[logging.LogRecord] = []
+
+class EarlyMessages(logging.Handler):
+    """Log handler that stores messages until there is a log file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(record)
-
-    def take(self) -> list[logging.LogRecord]:
-        """Return and remove the stored messages."""
-        records, self._records = self._records, []
-        return records
-
-    @staticmethod
-    def taken_from(names: tuple[str, ...]) -> list[logging.LogRecord]:
-        """Return and remove the messages that all handlers of this class on some loggers have stored."""
-        handlers = [h for name in names for h in logging.getLogger(name).handlers]
-        found = dict.fromkeys(h for h in handlers if isinstance(h, EarlyMessages))
-        return sorted(
-            (record for handler in found for record in handler.take()), key=lambda r: r.created
-        )
+        self.records.append(record)
 
 
-# loggers whose messages go to the screen and the file; some of them do not pass messages on to the root logger
-LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "fl_lightning")
+def take_early_messages() -> list[logging.LogRecord]:
+    """Return and remove the messages that `EarlyMessages` on any of the loggers has stored."""
+    handlers = {handler for name in LOGGERS for handler in logging.getLogger(name).handlers}
+    early = [handler for handler in handlers if isinstance(handler, EarlyMessages)]
+    records = [record for handler in early for record in handler.records]
+    for handler in early:
+        handler.records.clear()
+    return sorted(records, key=lambda record: record.created)
+
 
 # messages that Lightning logs in every run, or about devices that do not exist
 _NOISE = re.compile(
@@ -143,28 +140,21 @@ class RunLog(Callback):
             )
         self.level = level
         self._least: int = getattr(logging, level.upper())
-        self._early = EarlyMessages(self._least)
-        self._handler: logging.Handler | None = None  # of the file, once it is known
-        self._showed: Any = None
+        self._handler: logging.Handler | None = None
         self._undo: list[Callable[[], None]] = []  # a stack of contexts cannot be copied
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start to collect messages."""
+        """Open the file at its end."""
         self._close()
         self._undo.append(tidy_screen())
-        self._attach(self._early)
+        folder = folder_of(trainer)  # a collective call: every process has to make it
+        if folder is not None:
+            self._open(Path(folder, NAME), trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the file, and write the model's layers."""
-        self._open(trainer)
+        """Write the model's layers."""
         if trainer.is_global_zero:
             self._write(logging.INFO, f"layers\n{summarize(pl_module, max_depth=2)}")
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the file at its end; also for a test and a prediction."""
-        self._open(trainer)
-
-    on_test_start = on_predict_start = on_validation_start
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mark the start of a round, to separate its metrics from earlier ones."""
@@ -188,27 +178,28 @@ class RunLog(Callback):
         """Close the file."""
         self._close()
 
-    def _open(self, trainer: Trainer) -> None:
-        """Open the run's file at its end; the first process writes the earlier messages into it."""
-        folder = folder_of(trainer)  # a collective call: every process has to make it
-        if folder is None or self._handler is not None:
-            return
-        path = Path(folder, NAME)
+    def _open(self, path: Path, trainer: Trainer) -> None:
+        """Add the file to the loggers; the first process writes earlier messages into it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._handler = logging.FileHandler(path, "a", encoding="utf-8")
+        self._undo.append(self._handler.close)
         self._handler.setFormatter(FileFormatter(trainer.global_rank))
         self._handler.setLevel(self._least)
         self._handler.addFilter(lambda record: not record.getMessage().startswith(_ADVERTISEMENT))
-        early = [*EarlyMessages.taken_from(LOGGERS), *self._early.take()]
-        for record in {id(record): record for record in early}.values():
+        for record in take_early_messages():
             # messages from before there were several processes are the first process's to write
             if trainer.is_global_zero and record.levelno >= self._least:
                 self._handler.handle(record)
         for name in LOGGERS:
-            logging.getLogger(name).removeHandler(self._early)
-        self._attach(self._handler)
-        self._showed = warnings.showwarning
-        warnings.showwarning = self._show_warning
+            logger = logging.getLogger(name)
+            if not name or not logger.propagate:
+                logger.addHandler(self._handler)
+                self._undo.append(partial(logger.removeHandler, self._handler))
+            # the root logger's level applies to all libraries
+            if name and (not logger.level or logger.level > self._least):
+                self._undo.append(partial(logger.setLevel, logger.level))
+                logger.setLevel(self._least)
+        self._showed, warnings.showwarning = warnings.showwarning, self._show_warning
         if trainer.is_global_zero:
             self._write(logging.INFO, f"{' '.join(sys.argv)} ({software()})")
 
@@ -219,14 +210,12 @@ class RunLog(Callback):
             self._handler.handle(made)
 
     def _close(self) -> None:
-        """Close the file, and restore handlers and levels."""
+        """Close the file, and restore handlers, levels and the display of warnings."""
         while self._undo:
             self._undo.pop()()
-        if self._handler is not None:
-            if warnings.showwarning == self._show_warning:
-                warnings.showwarning = self._showed
-            self._handler.close()
-            self._handler = None
+        if warnings.showwarning == self._show_warning:
+            warnings.showwarning = self._showed
+        self._handler = None
 
     def _show_warning(
         self,
@@ -239,17 +228,6 @@ class RunLog(Callback):
     ) -> None:
         self._write(logging.WARNING, with_place(message, category, filename, lineno))
         self._showed(message, category, filename, lineno, file, line)
-
-    def _attach(self, handler: logging.Handler) -> None:
-        for name in LOGGERS:
-            logger = logging.getLogger(name)
-            if not name or not logger.propagate:
-                logger.addHandler(handler)
-                self._undo.append(partial(logger.removeHandler, handler))
-            # the root logger's level applies to all libraries
-            if name and (not logger.level or logger.level > self._least):
-                self._undo.append(partial(logger.setLevel, logger.level))
-                logger.setLevel(self._least)
 
 
 def folder_of(trainer: Trainer) -> str | None:

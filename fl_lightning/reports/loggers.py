@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from fl_lightning.federation import (
     own_run_folder,
     table,
 )
+from fl_lightning.reports.charts import file_name
 from fl_lightning.reports.history import History
 
 if TYPE_CHECKING:
@@ -65,37 +67,25 @@ _LAYOUT: dict[str, dict[str, str]] = {
 }
 
 
-class Charts:
-    """Keeps metrics that never change, and the epoch's number, out of TensorBoard's charts.
+def hold_constants(trainer: Trainer, names: str = _RARELY_CHANGES) -> Callable[[], None]:
+    """Keep metrics that never change, and the epoch's number, out of TensorBoard's charts.
 
     A metric becomes a chart, with all of its earlier values, once its value changes. Other loggers get
     every metric at once.
 
     Args:
-        trainer: Trainer with the loggers.
-        held: pattern of the names that are held back until their value changes.
+        trainer: Trainer with the loggers, whose ``log_metrics`` is replaced.
+        names: pattern of the names that are held back until their value changes.
+
+    Returns:
+        Function that restores the loggers.
     """
-
-    def __init__(self, trainer: Trainer, held: str = _RARELY_CHANGES) -> None:
-        self._held = held
-        self._boards = [
-            board
-            for board in boards(trainer)
-            if type(board).log_metrics is TensorBoardLogger.log_metrics
-        ]
-
-    def start(self) -> Charts:
-        """Replace the loggers' ``log_metrics``."""
-        for board in self._boards:
-            vars(board)["log_metrics"] = _Changing(
-                partial(log_event, board), re.compile(self._held)
-            )
-        return self
-
-    def stop(self) -> None:
-        """Restore the loggers' own ``log_metrics``."""
-        for board in self._boards:
-            vars(board).pop("log_metrics", None)
+    undo = ExitStack()
+    for board in boards(trainer):
+        if type(board).log_metrics is TensorBoardLogger.log_metrics:
+            vars(board)["log_metrics"] = _Changing(partial(log_event, board), re.compile(names))
+            undo.callback(vars(board).pop, "log_metrics", None)
+    return undo.close
 
 
 class _Changing:
@@ -125,17 +115,16 @@ class _Changing:
 
 
 def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
-    """Set the order of TensorBoard's charts, without empty ones; call it in the first process only."""
+    """Set the order of TensorBoard's charts, without empty ones; call it in the first process only.
+
+    TensorBoard uses the last order of a run, so it can be set again when further metrics are logged.
+    """
     names = [*logged]
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    curves = [callback for callback in callbacks if getattr(callback, "has_curves", False)]
-    # charts whose metrics may be logged for the first time in a later round
-    later = {title for callback in curves for title in getattr(callback, "late_charts", ())}
     layout = {
         tab: {
             title: ["Multiline", [pattern]]
             for title, pattern in charts.items()
-            if title in later or any(re.match(pattern, name) for name in names)
+            if any(re.match(pattern, name) for name in names)
         }
         for tab, charts in _LAYOUT.items()
     }
@@ -221,7 +210,7 @@ def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step:
     figure = draw()
     shown = [_show(logger, name, figure, step) for logger in trainer.loggers]
     if not any(shown):
-        path = Path(own_run_folder(trainer), _FIGURES, f"{_file(name)}.png")
+        path = Path(own_run_folder(trainer), _FIGURES, f"{file_name(name)}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
@@ -281,7 +270,7 @@ def _show(logger: Any, name: str, figure: Figure, step: int) -> bool:
         # W&B refuses steps that are behind those of numbers, and a round is a column there
         logger.log_image(key=name, images=[_pixels(figure)], caption=[f"step {step}"])
     elif "MLFlowLogger" in kinds:
-        path = f"{_FIGURES}/{_file(name)}_{step}.png"
+        path = f"{_FIGURES}/{file_name(name)}_{step}.png"
         logger.experiment.log_figure(logger.run_id, figure, path)
     elif "CometLogger" in kinds:
         logger.experiment.log_figure(figure_name=name, figure=figure, step=step)
@@ -304,7 +293,3 @@ def _pixels(figure: Figure) -> npt.NDArray[np.uint8]:
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-def _file(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", name)

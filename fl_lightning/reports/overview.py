@@ -103,6 +103,7 @@ def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
         "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
         "data": "" if source is None else f"{type(source).__name__}{clients}",
         **dict(facts_of(trainer, module)),
+        "algorithm": "" if federation is None else _algorithm(federation),
         "seed": "" if seed is None else str(seed),
         "versions": software(),
         "commit": _commit(),
@@ -155,14 +156,23 @@ def _federation(trainer: Trainer, federation: Federation) -> Iterator[str]:
     rounds = trainer.max_epochs or -1
     planned = f", {rounds} round{'s' * (rounds > 1)}" if rounds > 0 else ""
     yield f"{cohorts.num_clients:,} of {cohorts.population.num_clients:,} clients a round, {work}{planned}"
+    if named := _parts(federation):
+        yield ", ".join(named)
+
+
+def _parts(federation: Federation) -> list[str]:
+    """Return the class names of the parts of a federation."""
     parts = (
         *(federation.correction, federation.personal, federation.asynchronous),
         *(federation.aggregator, *federation.updates, *federation.download),
         *(federation.privacy, federation.devices, federation.attackers),
     )
-    named = [type(part).__name__ for part in parts if part is not None]
-    if named:
-        yield ", ".join(named)
+    return [type(part).__name__ for part in parts if part is not None]
+
+
+def _algorithm(federation: Federation) -> str:
+    """Return the parts that make a federation other than plain averaging, or FedAvg."""
+    return ", ".join(name for name in _parts(federation) if name != "Mean") or "FedAvg"
 
 
 def _machine(trainer: Trainer) -> Iterator[str]:

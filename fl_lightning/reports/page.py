@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.reports.charts import Chart, style_variables, write_chart
+from fl_lightning.reports.charts import Panel, file_name, style_variables, write_chart
 
 FRAGMENTS = "sections"  # folder of a run, with parts that other callbacks add to the report
 
@@ -48,9 +48,16 @@ class Page:
         """Add a list of facts by name, a line each."""
         self._add("facts", facts)
 
-    def charts(self, charts: Sequence[Chart], folder: Path) -> None:
-        """Add charts, each in a cell, and write their PNG and SVG files into a folder."""
-        self._add("charts", [(chart.title, write_chart(chart, folder)) for chart in charts])
+    def charts(self, panels: Mapping[str, Panel], folder: Path, prefix: str = "") -> None:
+        """Add charts, panels by title, each in a cell; write each as PNG and SVG into a folder.
+
+        Files are named by prefix and title.
+        """
+        drawn = [
+            (title, write_chart(title, panel, folder / f"{prefix}{file_name(title)}"))
+            for title, panel in panels.items()
+        ]
+        self._add("charts", drawn)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], fold: str = "") -> None:
         """Add a table.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ class Line:
     std: Sequence[float] | None = None
     colour: str = SERIES[0]
 
-    def draw(self, axes: Any) -> None:
-        """Draw the curve on matplotlib axes."""
+    def draw(self, axes: Any, of: str) -> Iterator[Tooltip]:
+        """Draw the curve; yield a tooltip for each finite value, ``of`` the horizontal axis."""
         marker = "o" if len(self.x) <= _MARKED else ""
         label = self.label or "_"
         axes.plot(self.x, self.y, label=label, color=self.colour, marker=marker, markersize=3)
@@ -47,9 +47,6 @@ class Line:
             axes.fill_between(
                 self.x, middle - half, middle + half, color=self.colour, alpha=0.18, linewidth=0
             )
-
-    def tooltips(self, of: str) -> Iterator[Tooltip]:
-        """Yield a tooltip for each finite value; ``of`` is the name of the horizontal axis."""
         owner = f"{self.label}, " if self.label else ""
         for number, (x, y) in enumerate(zip(self.x, self.y, strict=True)):
             if math.isfinite(y):
@@ -63,8 +60,7 @@ def curves(
     """Return a panel of curves, with labels of the axes."""
 
     def panel(axes: Any) -> list[Tooltip]:
-        for line in lines:
-            line.draw(axes)
+        tooltips = [tooltip for line in lines for tooltip in line.draw(axes, x)]
         axes.set(xlabel=x, ylabel=y)
         if x == "round":
             axes.xaxis.get_major_locator().set_params(integer=True)
@@ -72,33 +68,30 @@ def curves(
             axes.set_ylim(bottom=0)
         if any(line.label for line in lines):
             axes.legend(loc="best")
-        return [spot for line in lines for spot in line.tooltips(x)]
+        return tooltips
 
     return panel
 
 
-def fan(x: Sequence[float], quantiles: Mapping[str, Sequence[float]]) -> Panel:
+def fan(x: Sequence[float], quantiles: npt.NDArray[np.float64]) -> Panel:
     """Return a panel of a distribution over rounds: range, inner 80 % and median.
 
     Args:
-        x: rounds.
-        quantiles: ``min``, ``low``, ``median``, ``high``, ``max``, with one value per round each.
+        x: rounds, shape (n,).
+        quantiles: minimum, 10 %, median, 90 % and maximum of each round, shape (5, n).
     """
 
     def panel(axes: Any) -> list[Tooltip]:
-        q = quantiles
-        for below, above, opacity, label in (
-            ("min", "max", 0.14, "all clients"),
-            ("low", "high", 0.26, "the inner 80 %"),
-        ):
-            axes.fill_between(
-                x, q[below], q[above], color=SERIES[0], alpha=opacity, linewidth=0, label=label
-            )
-        axes.plot(x, q["median"], color=SERIES[0], label="median")
+        least, low, median, high, most = quantiles
+        ranges = ((least, most, 0.14, "all clients"), (low, high, 0.26, "the inner 80 %"))
+        for below, above, opacity, label in ranges:
+            band = {"color": SERIES[0], "alpha": opacity, "linewidth": 0}
+            axes.fill_between(x, below, above, label=label, **band)
+        axes.plot(x, median, color=SERIES[0], label="median")
         axes.set(xlabel="round")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(loc="best")
-        columns = zip(x, *(q[name] for name in ("median", "min", "max")), strict=True)
+        columns = zip(x, median, least, most, strict=True)
         return [Tooltip(n, m, f"round {n}: {m:.4g}, {a:.4g} to {b:.4g}") for n, m, a, b in columns]
 
     return panel
@@ -128,67 +121,59 @@ def distribution(
     is_few = max(map(len, finite.values())) < _FEWEST_OF_A_HISTOGRAM
     if (whole or not is_few) and len(np.unique(every)) < _FEWEST_BARS:
         return None
-    if is_few:
-        return _dots(finite, x)
-    return _histogram(finite, _bins(every, whole=whole), x)
-
-
-def _dots(groups: Mapping[str, Mapping[str, float]], x: str) -> Panel:
-    """Return a panel with a row for each owner, the largest value of the first group on top."""
-    first = next(iter(groups.values()))
-    owners = sorted(first, key=lambda owner: first[owner])
+    first = next(iter(finite.values()))
+    rows = {owner: row for row, owner in enumerate(sorted(first, key=lambda o: first[o]))}
 
     def panel(axes: Any) -> list[Tooltip]:
-        tooltips = []
-        for number, (name, values) in enumerate(groups.items()):
-            at = {owner: place for place, owner in enumerate(owners) if owner in values}
-            label = name if len(groups) > 1 else "_"
-            axes.plot(
-                [values[o] for o in at], [*at.values()], "o", color=series(number), label=label
-            )
-            group = f", {name}" if len(groups) > 1 else ""
-            tooltips += [
-                Tooltip(values[o], y, f"{o}{group}: {values[o]:.4g}") for o, y in at.items()
-            ]
+        tooltips: list[Tooltip] = []
+        bins = _bins(every, whole=whole)
+        for number, (name, values) in enumerate(finite.items()):
+            look = {"color": series(number), "label": name if len(finite) > 1 else "_"}
+            draw = _dots(axes, values, rows, look) if is_few else _bars(axes, values, bins, look)
+            owner = f"{name}, " if len(finite) > 1 else ""
+            tooltips += (replace(tooltip, text=f"{owner}{tooltip.text}") for tooltip in draw)
         axes.set(xlabel=x)
-        axes.grid(visible=True, axis="both")
-        names = [owner.removeprefix("client ") for owner in owners]
-        fits = len(owners) <= 15 and max(map(len, names)) <= 6  # the tooltips have long names
-        axes.set_yticks(*((range(len(owners)), names) if fits else ([],)))
-        axes.set_ylabel("client" if owners[0].startswith("client ") else "")
-        axes.margins(y=0.08)
-        if len(groups) > 1:
-            axes.legend(loc="best")
+        if is_few:
+            axes.grid(visible=True, axis="both")
+            axes.margins(y=0.08)
+            _name_rows(axes, [*rows])
+        else:
+            axes.set_ylabel("number")
+            axes.yaxis.get_major_locator().set_params(integer=True)
+            axes.margins(y=0.22 if len(finite) > 1 else None)  # room for the legend
+        if len(finite) > 1:
+            axes.legend(loc="best", ncols=1 if is_few else 2)
         return tooltips
 
     return panel
 
 
-def _histogram(
-    groups: Mapping[str, Mapping[str, float]], bins: npt.NDArray[np.float64], x: str
-) -> Panel:
-    def panel(axes: Any) -> list[Tooltip]:
-        tooltips = []
-        for number, (name, values) in enumerate(groups.items()):
-            counts, _ = np.histogram([*values.values()], bins)
-            colour = series(number)
-            label = name if len(groups) > 1 else "_"
-            wide = 0.92 * np.diff(bins)
-            axes.bar(bins[:-1], counts, wide, align="edge", color=colour, alpha=0.55, label=label)
-            group = f"{name}, " if len(groups) > 1 else ""
-            tooltips += [
-                Tooltip(a, 0, f"{group}{a:.4g} to {b:.4g}: {n}", width=b - a, height=n)
-                for a, b, n in zip(bins.tolist(), bins[1:].tolist(), counts.tolist(), strict=False)
-                if n
-            ]
-        axes.set(xlabel=x, ylabel="number")
-        axes.yaxis.get_major_locator().set_params(integer=True)
-        if len(groups) > 1:
-            axes.margins(y=0.22)  # room for the legend
-            axes.legend(loc="upper right", ncols=2)
-        return tooltips
+def _dots(
+    axes: Any, values: Mapping[str, float], rows: Mapping[str, int], look: Mapping[str, Any]
+) -> Iterator[Tooltip]:
+    """Draw a dot for each owner, in its row."""
+    known = [owner for owner in rows if owner in values]
+    axes.plot([values[o] for o in known], [rows[o] for o in known], "o", **look)
+    yield from (Tooltip(values[o], rows[o], f"{o}: {values[o]:.4g}") for o in known)
 
-    return panel
+
+def _bars(
+    axes: Any, values: Mapping[str, float], bins: npt.NDArray[np.float64], look: Mapping[str, Any]
+) -> Iterator[Tooltip]:
+    """Draw a histogram."""
+    counts, _ = np.histogram([*values.values()], bins)
+    axes.bar(bins[:-1], counts, 0.92 * np.diff(bins), align="edge", alpha=0.55, **look)
+    for a, b, n in zip(bins.tolist(), bins[1:].tolist(), counts.tolist(), strict=False):
+        if n:
+            yield Tooltip(a, 0, f"{a:.4g} to {b:.4g}: {n}", width=b - a, height=n)
+
+
+def _name_rows(axes: Any, owners: Sequence[str]) -> None:
+    """Label the rows if the names are short; the tooltips have long names."""
+    names = [owner.removeprefix("client ") for owner in owners]
+    fits = len(owners) <= 15 and max(map(len, names)) <= 6
+    axes.set_yticks(*((range(len(owners)), names) if fits else ([],)))
+    axes.set_ylabel("client" if owners[0].startswith("client ") else "")
 
 
 def table_map(

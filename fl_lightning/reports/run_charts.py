@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from fl_lightning.federation import logged_once
-from fl_lightning.reports.charts import Chart, Panel, draw, series
+from fl_lightning.reports.charts import Panel, draw, series
 from fl_lightning.reports.history import IDS, Curve, History
 from fl_lightning.reports.panels import Line, curves, distribution, fan, table_map
 
@@ -28,36 +27,34 @@ PARTITION = "partition.csv"
 LOCAL_MODELS = "local_models.csv"
 
 
-@dataclass(frozen=True)
-class Section:
-    """Charts of a report under a common heading.
+# Heading, one or two sentences, and panels by title; a panel is None if the sentences say what it would show.
+Section: TypeAlias = tuple[str, str, dict[str, Panel | None]]
 
-    Attributes:
-        title: the heading.
-        caption: one or two sentences about the charts.
-        charts: the charts; a section without charts is left out.
+
+def run_sections(folder: Path, history: History) -> Iterator[tuple[str, str, Mapping[str, Panel]]]:
+    """Yield heading, caption and panels of each section of a run's report, the most important first.
+
+    A section has at most 4 charts; one without charts is left out.
     """
-
-    title: str
-    caption: str
-    charts: Sequence[Chart]
-
-
-def run_sections(folder: Path, history: History) -> Iterator[Section]:
-    """Yield the sections of a run's report that have charts, the most important first."""
-    sections = (
-        *(_validation(history), _training(history), _clients(folder), _local_models(folder)),
-        *(
-            _distribution(history),
-            _participants(history),
-            _partition(read_table(folder / PARTITION)),
-        ),
+    for title, caption, panels in (
+        _validation(history),
+        _training(history),
+        _clients(folder),
+        _local_models(folder),
+        _distribution(history),
+        _participants(history),
+        _partition(read_table(folder / PARTITION)),
         _bytes(history, logged_once(folder)),
         _family(history, "privacy/", "Privacy", "What has been spent so far, after each round."),
         _family(history, "mask/", "Masks", "Entries that train, after each round that changed it."),
         _seconds(history),
-    )
-    return (section for section in sections if section.charts)
+    ):
+        if known := _drawn(panels):
+            yield title, caption, dict([*known.items()][:_MOST_CHARTS])
+
+
+def _drawn(panels: Mapping[str, Panel | None]) -> dict[str, Panel]:
+    return {title: panel for title, panel in panels.items() if panel is not None}
 
 
 def read_table(path: Path) -> DataFrame:
@@ -73,27 +70,10 @@ def evaluated_clients(folder: Path) -> dict[str, DataFrame]:
     return {stage: table for stage, table in tables.items() if len(table)}
 
 
-def _section(title: str, caption: str, panels: Mapping[str, Panel | None]) -> Section:
-    """Make a section of panels by title, at most 4; panels that are None are left out."""
-    start = _file(title)
-    charts = [
-        Chart(f"{start}-{_file(name)}", name, panel)
-        for name, panel in panels.items()
-        if panel is not None
-    ]
-    return Section(title, caption, charts[:_MOST_CHARTS])
-
-
-def _file(title: str) -> str:
-    """Return a file name for a title."""
-    return re.sub(r"\W+", "_", title).strip("_").lower()
-
-
 def _validation(history: History) -> Section:
     names = _best_first([n for n in history.names if _is_of(n, "val") and not n.endswith("_std")])
     caption = "The global model on the validation set, after each round."
-    panels = {name: curves([_line(history.curve(name))]) for name in names}
-    return _section("Validation", caption, panels)
+    return "Validation", caption, {name: curves([_line(history.curve(name))]) for name in names}
 
 
 def _training(history: History) -> Section:
@@ -110,7 +90,7 @@ def _training(history: History) -> Section:
         curve, std = history.curve(name), history.curve(f"{name}_std")
         band = [std.get(number, 0.0) for number in curve] if std else None
         panels[name] = curves([_line(curve, std=band)])
-    return _section("Training", caption, panels)
+    return "Training", caption, panels
 
 
 def _clients(folder: Path) -> Section:
@@ -127,7 +107,7 @@ def _clients(folder: Path) -> Section:
             }
             panels[name] = distribution(groups, x=name)
     caption = "The last global model on the examples that each client holds out."
-    return _section("Clients at the end", caption, panels)
+    return "Clients at the end", caption, panels
 
 
 def _local_models(folder: Path) -> Section:
@@ -152,32 +132,31 @@ def _local_models(folder: Path) -> Section:
         "Every client's model after its local training, and the global model that came of them, on the "
         "common test set."
     )
-    return _section("Local models and the global one", caption, panels)
+    return "Local models and the global one", caption, panels
 
 
 def _distribution(history: History) -> Section:
     panels: dict[str, Panel | None] = {}
+    ids = history.of_clients(IDS)
     for name in history.client_names[:2]:
-        rounds = {
-            number: {f"client {int(c)}": v for c, v in zip(ids, values, strict=True)}
-            for number, values in history.of_clients(name).items()
-            for ids in [history.of_clients(IDS)[number]]
-        }
+        rounds = history.of_clients(name)
         finite = {
             number: kept
             for number, values in rounds.items()
-            if (kept := [v for v in values.values() if np.isfinite(v)])
+            if (kept := [value for value in values if math.isfinite(value)])
         }
         if not finite:
             continue
-        at = {"min": 0, "low": 10, "median": 50, "high": 90, "max": 100}
-        percentiles = np.array([np.percentile(v, [*at.values()]) for v in finite.values()])
-        quantiles = {key: percentiles[:, column].tolist() for column, key in enumerate(at)}
-        panels[name] = fan([*finite], quantiles)
-        every = {f"{c}, round {n}": v for n, values in rounds.items() for c, v in values.items()}
+        quantiles = [np.percentile(v, [0, 10, 50, 90, 100]) for v in finite.values()]
+        panels[name] = fan([*finite], np.transpose(quantiles))
+        every = {
+            f"client {int(client)}, round {number}": value
+            for number, values in rounds.items()
+            for client, value in zip(ids[number], values, strict=True)
+        }
         panels[f"{name}, all rounds"] = distribution({name: every}, x=name)
     caption = "The clients of each round while they train: over rounds, and of all rounds together."
-    return _section("Clients over rounds", caption, panels)
+    return "Clients over rounds", caption, panels
 
 
 def _participants(history: History) -> Section:
@@ -198,7 +177,7 @@ def _participants(history: History) -> Section:
             {"clients": counts}, x="rounds", whole=True
         )
         caption += f" {_in_words(counts.values(), 'took part in {} rounds')}."
-    return _section("Participants", caption.strip(), panels)
+    return "Participants", caption.strip(), panels
 
 
 def _in_words(counts: Collection[float], what: str, which: str = "") -> str:
@@ -215,17 +194,17 @@ def partition_figure(table: DataFrame) -> Figure:
     Args:
         table: table of a `PartitionSummary`, or the file ``partition.csv`` of a run.
     """
-    section = _partition(table)
-    if section.charts:
-        return draw(section.charts, section.caption)[0]
+    _, caption, panels = _partition(table)
+    if drawn := _drawn(panels):
+        return draw(drawn, caption)[0]
     sizes, clients = table[["num_examples"]].to_numpy(float), [str(c) for c in table["client"]]
     panel = table_map(sizes, x="", y="client", columns=["all"], rows=clients, legend="examples")
-    return draw([Chart("partition", "", panel, names_are_long=True)], section.caption)[0]
+    return draw({"": panel}, caption)[0]
 
 
 def _partition(table: DataFrame) -> Section:
     if table.empty:
-        return Section("Partition", "", ())
+        return "Partition", "", {}
     clients = table["client"].to_numpy()
     shown = np.unique(np.linspace(0, len(clients) - 1, min(len(clients), _MOST_ROWS)).astype(int))
     classes = [name for name in table.columns if name.startswith("class_")]
@@ -246,47 +225,44 @@ def _partition(table: DataFrame) -> Section:
     caption = f"{_in_words(sizes.values(), 'have {} examples', spaced)}."
     if len(shown) < len(clients):
         caption += f" The map shows {len(shown)} of {len(clients):,} clients, evenly spaced."
-    return _section("Partition", caption, panels)
+    return "Partition", caption, panels
 
 
 def _bytes(history: History, once: Mapping[str, float]) -> Section:
-    purposes = history.bytes_by_purpose("up", once)
-    up, down = (_sum(c.values()) for c in (purposes, history.bytes_by_purpose("down", once)))
-    if not up:
-        return Section("Bytes", "", ())
-    unit, size = byte_unit(max(sum(up.values()), sum(down.values())))
-    shown = {"from clients": up, "to clients": down}
-    if len(purposes) > 1:
-        shown |= {f"from clients: {purpose}": curve for purpose, curve in purposes.items()}
+    from pandas import DataFrame
+
+    up, down = (
+        DataFrame(history.bytes_by_purpose(way, once)).sort_index() for way in ("up", "down")
+    )
+    if up.empty:
+        return "Bytes", "", {}
+    sent = {"from clients": up.sum(axis=1), "to clients": down.sum(axis=1)}
+    if len(up.columns) > 1:
+        sent |= {f"from clients: {purpose}": up[purpose].dropna() for purpose in up}
+    unit, size = byte_unit(max(every.sum() for every in sent.values()))
+    so_far = {label: every.cumsum() / size for label, every in sent.items()}
     total = [
-        Line([*c], (np.cumsum([*c.values()]) / size).tolist(), label, colour=series(n))
-        for n, (label, c) in enumerate(shown.items())
+        Line(c.index.tolist(), c.tolist(), label, colour=series(n))
+        for n, (label, c) in enumerate(so_far.items())
     ]
     panels: dict[str, Panel | None] = {
         "bytes so far, all clients": curves(total, y=unit, from_zero=True)
     }
     if metrics := _best_first([n for n in history.names if _is_of(n, "val")]):
-        curve, so_far = history.curve(metrics[0]), dict(zip(up, total[0].y, strict=True))
-        pairs = [(so_far[n], value) for n, value in curve.items() if n in so_far]
+        known = so_far["from clients"].to_dict()
+        pairs = [(known[n], v) for n, v in history.curve(metrics[0]).items() if n in known]
         line = Line([x for x, _ in pairs], [y for _, y in pairs], colour=series(2))
         panels[f"{metrics[0]} over bytes from clients"] = curves([line], x=unit)
-    return _section(
-        "Bytes", "Of all clients; updates with their headers, as they are sent.", panels
-    )
-
-
-def _sum(curves_: Iterable[Curve]) -> Curve:
-    total: Counter[int] = Counter()
-    for curve in curves_:
-        total.update(curve)
-    return dict(sorted(total.items()))
+    return "Bytes", "Of all clients; updates with their headers, as they are sent.", panels
 
 
 def _family(history: History, prefix: str, title: str, caption: str) -> Section:
     """Make a section of the metrics with a prefix whose values change over rounds."""
     found = {n: history.curve(n) for n in history.names if n.startswith(prefix)}
-    moving = {n: curves([_line(c)]) for n, c in found.items() if len(set(c.values())) > 1}
-    return _section(title, caption, moving)
+    moving: dict[str, Panel | None] = {
+        name: curves([_line(c)]) for name, c in found.items() if len(set(c.values())) > 1
+    }
+    return title, caption, moving
 
 
 def _seconds(history: History) -> Section:
@@ -298,7 +274,7 @@ def _seconds(history: History) -> Section:
         )
         if (curve := history.curve(metric))
     }
-    return _section("Time", "Local training and the server's step, without validation.", panels)
+    return "Time", "Local training and the server's step, without validation.", panels
 
 
 def _line(

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,27 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import is_of_test, keep_once, logged_once, own_run_folder, run_folder
+from fl_lightning.federation import (
+    CONFIG,
+    is_of_test,
+    keep_once,
+    logged_once,
+    own_run_folder,
+    run_folder,
+)
 from fl_lightning.models.causal_lm import ANSWERS
+from fl_lightning.reports.charts import file_name
 from fl_lightning.reports.evaluated_model import shown_path
 from fl_lightning.reports.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.reports.layout import duration
 from fl_lightning.reports.log_file import detail
-from fl_lightning.reports.loggers import Charts, lay_out, log_clients, show_results
+from fl_lightning.reports.loggers import hold_constants, lay_out, log_clients, show_results
 from fl_lightning.reports.overview import provenance, why_it_stopped
 from fl_lightning.reports.page import FRAGMENTS, Page
 from fl_lightning.reports.progress import federation_of, progress_bar
 from fl_lightning.reports.run_charts import evaluated_clients, in_bytes, read_table, run_sections
 
 REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
-_CONFIG = "config.yaml"
 
 
 class RunReport(Callback):
@@ -66,12 +73,10 @@ class RunReport(Callback):
         self.page, self.max_clients, self.waits_for_test = page, max_clients, waits_for_test
         self.client_curves = client_curves
         self._folder: Path | None = None
-        self._seen: dict[str, Any] = {}
-        self._ahead: dict[str, Any] = {}
-        self._noted: int | None = None  # the last round that is recorded
-        self._has_begun = False
-        self._charts: Charts | None = None
-        self._provenance: dict[str, str] = {}
+        self._ahead: dict[str, Any] = {}  # metrics logged before the first round
+        self._seen: dict[str, Any] = {}  # metrics of the last recorded round, and of those before
+        self._noted: int | None = None  # number of the last epoch that is recorded
+        self._release: Callable[[], None] | None = None  # gives the loggers back
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,29 +87,27 @@ class RunReport(Callback):
         # a new list: Lightning is going through the old one
         trainer.callbacks = [*others, self, *saving]  # type: ignore[attr-defined]
         if stage == "fit" and federation_of(trainer) is not None:
-            self._charts = Charts(trainer).start()
+            self._release = hold_constants(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the run's folder, and write the run's provenance into it."""
         folder = run_folder(trainer)  # a collective call: every process has to make it
         keeps = trainer.is_global_zero and trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._folder = Path(folder) if keeps else None
-        self._seen, self._noted, self._has_begun = {}, None, False
+        self._seen, self._noted, self._began = {}, None, time.monotonic()
         self._ahead = dict(trainer.callback_metrics)  # which a sanity check forgets
-        self._began, self._provenance = time.monotonic(), {}
         if self._folder is not None:
+            facts = provenance(trainer, pl_module)
             before = _provenance(self._folder).get("date") if trainer.ckpt_path else None
-            self._provenance = provenance(trainer, pl_module)
             if before is not None:
-                first = before.partition(", resumed")[0]
-                self._provenance["date"] = f"{first}, resumed {self._provenance['date']}"
-            self._keep_provenance()
+                facts["date"] = f"{before.partition(', resumed')[0]}, resumed {facts['date']}"
+            _keep_provenance(self._folder, facts)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the previous epoch of a central run: all of its metrics are logged by now."""
         if self._noted is None:  # only now Lightning has restored which one a resumed run is in
             self._noted = trainer.current_epoch
-        self._note_central(trainer, trainer.current_epoch)
+        self.on_train_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the round, before its checkpoint is saved."""
@@ -113,26 +116,30 @@ class RunReport(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the last epoch of a central run."""
-        self._note_central(trainer, trainer.current_epoch)
+        number = trainer.current_epoch
+        if federation_of(trainer) is None and self._noted is not None and number > self._noted:
+            self._note(trainer, number)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the page, unless a test follows."""
         if self._folder is not None:
+            facts = _provenance(self._folder)
             took = duration(time.monotonic() - self._began)
-            took += " since it was resumed" if "resumed" in self._provenance["date"] else ""
+            took += " since it was resumed" if "resumed" in facts["date"] else ""
             reason = why_it_stopped(trainer)
-            self._keep_provenance(duration=f"{took}, stopped {reason}" if reason else took)
+            took += f", stopped {reason}" if reason else ""
+            _keep_provenance(self._folder, {"date": "", "duration": took, **facts})
         if not self.waits_for_test:
             self.finish(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep metrics that are logged once out of TensorBoard's charts."""
-        self._charts = Charts(trainer, held=".*").start()
+        self._release = hold_constants(trainer, ".*")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the same in the command ``validate``, if its folder has no rounds."""
         if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
-            self._charts = Charts(trainer, held=".*").start()
+            self._release = hold_constants(trainer, ".*")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the metrics of the command ``validate``."""
@@ -148,15 +155,15 @@ class RunReport(Callback):
         self._give_back()
 
     def _keep_evaluation(self, trainer: Trainer) -> None:
-        if self._charts is not None and trainer.state.fn != "fit":
+        if self._release is not None and trainer.state.fn != "fit":
             found = {name: float(value) for name, value in trainer.callback_metrics.items()}
             keep_once(trainer, "test" if trainer.state.fn == "test" else "validation", found)
             self._give_back()
 
     def _give_back(self) -> None:
-        if self._charts is not None:
-            self._charts.stop()
-            self._charts = None
+        if self._release is not None:
+            self._release()
+            self._release = None
 
     def finish(self, trainer: Trainer) -> None:
         """Write the page from the files in the run's folder; a collective call: every process has to make it."""
@@ -173,62 +180,56 @@ class RunReport(Callback):
         told = detail() if self.waits_for_test else {}  # that command prints the paths itself
         rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **told)
 
-    def _keep_provenance(self, **more: str) -> None:
-        assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"date": self._provenance["date"], **more, **self._provenance}, indent=1)
-        (self._folder / PROVENANCE).write_text(f"{text}\n", encoding="utf-8")
-
-    def _note_central(self, trainer: Trainer, number: int) -> None:
-        if self._noted is not None and number > self._noted and federation_of(trainer) is None:
-            self._note(trainer, number)
-
     def _note(self, trainer: Trainer, number: int) -> None:
+        """Record a round."""
         if self._folder is None:
             return
-        if not self._has_begun:
-            begin(self._folder, number - 1)
-            lay_out(trainer, trainer.callback_metrics)
-        self._noted, self._has_begun = number, True
-        logged, self._ahead = self._ahead | trainer.callback_metrics, {}
+        federation = federation_of(trainer)
+        twins, clients = set[str](), dict[str, Sequence[float]]()
+        if federation is not None and federation.rounds is not None:
+            twins = federation.rounds.record.twins()
+            clients = _of_clients(federation.rounds, self.max_clients)
+        logged = self._ahead | trainer.callback_metrics
         # what was logged in this round is another object than in the last one
-        new = {name: v for name, v in logged.items() if self._seen.get(name) is not v}
-        self._seen = dict(logged)
-        metrics = {name: float(value) for name, value in new.items()}
-        clients = self._clients(trainer)
-        append(self._folder, RoundLine(number, metrics, clients))
+        new = {
+            name: float(value)
+            for name, value in logged.items()
+            if self._seen.get(name) is not value and name not in twins
+        }
+        if not self._seen:
+            begin(self._folder, number - 1)
+        if self._seen.keys() != logged.keys():
+            lay_out(trainer, logged.keys() - twins)
+        self._seen, self._ahead, self._noted = logged, {}, number
+        append(self._folder, RoundLine(number, new, clients))
         if self.client_curves:
-            self._draw_clients(trainer, clients)
+            self._log_clients(trainer, clients)
 
-    def _draw_clients(self, trainer: Trainer, found: Mapping[str, Sequence[float]]) -> None:
+    def _log_clients(self, trainer: Trainer, found: Mapping[str, Sequence[float]]) -> None:
         if not found:
             rank_zero_warn(
                 "client_curves: there are none, because privacy hides clients, because more than "
                 f"max_clients={self.max_clients} took part, or because the run has no clients"
             )
-        names = [name for name in found if name != IDS]
-        values = {
-            int(client): {name: found[name][place] for name in names}
-            for place, client in enumerate(found.get(IDS, ()))
-        }
+        values: dict[int, dict[str, float]] = {int(client): {} for client in found.get(IDS, ())}
+        for name in found.keys() - {IDS}:
+            for own, value in zip(values.values(), found[name], strict=True):
+                own[name] = value
         log_clients(trainer, values, step=trainer.global_step - 1)
 
-    def _clients(self, trainer: Trainer) -> dict[str, Sequence[float]]:
-        """Return the metrics of the round's clients; empty if privacy forbids it."""
-        federation = federation_of(trainer)
-        if federation is None or federation.rounds is None:
-            return {}
-        record = federation.rounds.record
-        stages = federation.rounds.stages
-        hides = stages.hides_clients or any(part.hides_cohorts for part in stages.around_fit)
-        if hides or len(record.finished) > self.max_clients:
-            return {}
-        ids = sorted(record.finished)
-        found: dict[str, Sequence[float]] = {IDS: ids}
-        for name in record.means.names:
-            values = record.means.by_client(name)
-            found[name] = [values.get(client, math.nan) for client in ids]
-        return found
+
+def _of_clients(rounds: Any, most: int) -> dict[str, Sequence[float]]:
+    """Return the metrics of a round's clients; empty if privacy forbids it, or there are too many."""
+    record, stages = rounds.record, rounds.stages
+    hides = stages.hides_clients or any(part.hides_cohorts for part in stages.around_fit)
+    if hides or len(record.finished) > most:
+        return {}
+    ids = sorted(record.finished)
+    found: dict[str, Sequence[float]] = {IDS: ids}
+    for name in (name for name in record.means.names if name not in record.twins()):
+        values = record.means.by_client(name)
+        found[name] = [values.get(client, math.nan) for client in ids]
+    return found
 
 
 def write_report(folder: str | Path) -> Path:
@@ -250,40 +251,53 @@ def write_report(folder: str | Path) -> Path:
         raise ConfigurationError(
             f"{folder} holds no rounds ({NAME}): give the folder of a run, {hint}"
         )
-    once = logged_once(folder)
-    last = history.rounds[-1].number
+    once, facts = logged_once(folder), _provenance(folder)
     unit = "rounds" if history.curve("round/cohort_size") else "epochs"
-    name = folder.absolute()
-    title = name.parent.name if name.name.startswith("version_") else name.name
-    page = Page(title, f"{last} {unit} · {folder}")
-    page.facts(_provenance(folder))
-    page.tiles(_facts(history, once))
+    page = Page(_title(folder, facts), f"{history.rounds[-1].number} {unit} · {folder}")
+    page.facts(facts)
+    page.tiles(_tiles(history, once))
     for fragment in sorted((folder / FRAGMENTS).glob("*.html")):
         page.include(fragment.read_text(encoding="utf-8"))
-    for section in run_sections(folder, history):
-        page.heading(section.title)
-        page.text(section.caption)
-        page.charts(section.charts, folder / FIGURES)
+    for title, caption, panels in run_sections(folder, history):
+        page.heading(title)
+        page.text(caption)
+        page.charts(panels, folder / FIGURES, prefix=f"{file_name(title)}-")
     if len(answers := read_table(folder / ANSWERS)):
         answers = answers.fillna("").drop_duplicates("prompt", keep="last")
         page.heading("Answers of the language model")
         page.table(list(answers.columns), answers.astype(str).to_numpy().tolist())
     page.heading("Numbers")
     _numbers(page, folder, history, once)
-    if (folder / _CONFIG).exists():
-        page.verbatim((folder / _CONFIG).read_text(encoding="utf-8"), "Configuration")
+    if (folder / CONFIG).exists():
+        page.verbatim((folder / CONFIG).read_text(encoding="utf-8"), "Configuration")
     page.write(folder / REPORT)
     return folder / REPORT
 
 
 def _provenance(folder: Path) -> dict[str, str]:
-    """Return the provenance that a run has stored; empty if it stored none."""
+    """Return the facts about a run that it has stored; empty if it stored none."""
     path = folder / PROVENANCE
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {str(name): str(fact) for name, fact in known.items()}
 
 
-def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]:
+def _keep_provenance(folder: Path, facts: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(facts, indent=1)
+    (folder / PROVENANCE).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _title(folder: Path, facts: Mapping[str, str]) -> str:
+    """Return the name of a run, or of what it trains if it has only the name that loggers give to all."""
+    path = folder.absolute()
+    name = path.parent.name if path.name.startswith("version_") else path.name
+    if name != "lightning_logs":
+        return name
+    model, data = (facts.get(key, "").partition(",")[0] for key in ("model", "data"))
+    return ", ".join(filter(None, (model, data, facts.get("algorithm")))) or name
+
+
+def _tiles(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]:
     last = history.rounds[-1]
     tests = {name: value for name, value in once.items() if is_of_test(name)}
     facts = [(name, f"{value:.4g}") for name, value in tests.items()][:3]

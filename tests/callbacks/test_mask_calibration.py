@@ -380,7 +380,7 @@ class TestMasksOfClients:
         caplog.set_level("INFO", "lightning.pytorch")
         sparse, logger = calibration(per_client=True), CSVLogger(tmp_path)
         fit(sparse, logger=logger)
-        masks = list(sparse.masks_by_client.values())
+        masks = list(sparse.client_masks().found().values())
         assert 3 <= len(masks) <= 6
         assert not any(tmp_path.rglob("*.safetensors"))  # nor is there a mask of all
         with open(logger.experiment.metrics_file_path) as file:

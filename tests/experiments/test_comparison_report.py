@@ -63,7 +63,7 @@ def test_the_page_has_every_variant_and_run(tmp_path):
     assert page.count("<svg") == 3  # curves of the monitored metric, two times bars
     assert {p.name for p in (tmp_path / "figures").iterdir()} == {
         f"{name}.{ending}"
-        for name in ("val_accuracy_curves", "val_accuracy", "test_accuracy")
+        for name in ("val_accuracy", "val_accuracy_at_the_end", "test_accuracy_at_the_end")
         for ending in ("png", "svg")
     }
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments import Experiment, Variant
-from fl_lightning.experiments.compare import _curves, comparison_charts
+from fl_lightning.experiments.compare import _curves, comparison_panels
 from fl_lightning.experiments.experiment import PlannedRun, plan_runs
 from fl_lightning.experiments.results import (
     RunResult,
@@ -218,5 +218,5 @@ def test_curves_over_virtual_time_end_where_the_time_does(tmp_path):
     two = {"waits": {}, "buffer": {}}
     results = [replace(r, columns={"val/loss": 1.0}) for r in results]
     experiment = Experiment(base=BASE, variants=two, report=["val/loss"], **over)
-    draw([*comparison_charts(results, experiment)])[0].savefig(tmp_path / "f.png")
+    draw(comparison_panels(results, experiment))[0].savefig(tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 0

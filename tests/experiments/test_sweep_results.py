@@ -20,7 +20,7 @@ from fl_lightning.experiments.study import (
     write_best,
 )
 from fl_lightning.experiments.sweep_plan import Plan, short_names
-from fl_lightning.reports.charts import Chart, draw
+from fl_lightning.reports.charts import draw
 from fl_lightning.reports.panels import points
 
 LR, STEPS = "model.optimizer.lr", "federation.local_steps"
@@ -150,7 +150,7 @@ def test_pictures(tmp_path):
 
 def test_names_of_classes_do_not_overlap():
     names = ["fl_lightning.server.CoordinateMedian", "fl_lightning.server.Krum", "0.5", None]
-    figure, _ = draw([Chart("c", "", points(names, [0, 1, 2, 3], [""] * 4, labels=("", "")))])
+    figure, _ = draw({"": points(names, [0, 1, 2, 3], [""] * 4, labels=("", ""))})
     figure.draw_without_rendering()
     ticks = figure.axes[0].get_xticklabels()
     assert [tick.get_text() for tick in ticks] == ["CoordinateMedian", "Krum", "0.5", "None"]

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 from toys import ToyModule, toy_data, validating_trainer
 
@@ -21,6 +22,7 @@ from fl_lightning import (
     ClientEvaluation,
     ConfigurationError,
     Federation,
+    FedProx,
     PartitionReport,
     PoissonCohort,
     RoundProgressBar,
@@ -129,6 +131,43 @@ def test_the_page_needs_nothing_else(tmp_path):
         for row in csv.DictReader(file):
             said = f"client {row['client']}: {float(row['val/loss']):.4g}"
             assert f"<title>{said}</title>" in page
+
+
+def test_a_run_without_a_name_is_called_by_what_it_trains(tmp_path):
+    fit(tmp_path, RunReport(), logger=CSVLogger(tmp_path), rounds=1)
+    folder = tmp_path / "lightning_logs" / "version_0"
+    assert "<h1>ToyModule, ToyData, FedAvg</h1>" in (folder / "report.html").read_text()
+    fit(tmp_path, RunReport(), logger=CSVLogger(tmp_path), rounds=1, correction=FedProx(mu=0.1))
+    page = (folder.parent / "version_1" / "report.html").read_text()
+    assert "<title>ToyModule, ToyData, FedProx</title>" in page
+    _, folder = fit(tmp_path, RunReport(), rounds=1)
+    assert "<h1>toy</h1>" in (folder / "report.html").read_text()
+
+
+def test_a_loss_that_the_module_logs_as_well_has_one_name(tmp_path):
+    class Logs(ToyModule):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss)
+            return loss
+
+    trainer = toy_trainer(
+        Federation(local_steps=2),
+        RunReport(),
+        max_epochs=2,
+        logger=TensorBoardLogger(tmp_path, "toy", 0),
+    )
+    trainer.fit(Logs(), datamodule=toy_data(num_examples=90))
+    history = History.read(tmp_path / "toy" / "version_0")
+    assert {"train_loss", "train_loss_std"} <= {*history.names}
+    assert "train_loss" in history.client_names
+    assert not {"train/loss", "train/loss_std"} & {*history.names, *history.client_names}
+    assert "train/loss" not in (tmp_path / "toy" / "version_0" / "report.html").read_text()
+    events = EventAccumulator(trainer.logger.log_dir).Reload()
+    assert "train_loss" in events.Tags()["scalars"]
+    assert not [name for name in events.Tags()["scalars"] if "train/loss" in name]
+    assert "| train_loss | " in _text(events, "last round/text_summary")
+    assert "train/loss" not in _text(events, "last round/text_summary")
 
 
 def test_an_early_stopping_says_why_at_the_end_and_in_the_report(tmp_path, caplog):
@@ -282,8 +321,6 @@ def test_numbers_that_cannot_be_are_refused(tmp_path):
 
 
 def test_tensorboard_has_an_order_a_table_and_options(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder = tmp_path / "toy" / "version_0"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(
@@ -295,7 +332,7 @@ def test_tensorboard_has_an_order_a_table_and_options(tmp_path):
     logger.experiment.close()
     events = EventAccumulator(str(folder)).Reload()
     tags = events.Tags()
-    charts = _charts(events.Tensors("custom_scalars__config__")[0])
+    charts = _charts(events.Tensors("custom_scalars__config__")[-1])
     assert [*charts][:2] == ["validation", "validation loss"]
     for title, names in charts.items():  # none is empty, none has a single dot
         found = [name for name in tags["scalars"] if re.match(names, name)]
@@ -314,8 +351,6 @@ def test_tensorboard_has_an_order_a_table_and_options(tmp_path):
 
 @pytest.mark.parametrize("every_n_rounds", [0, 1])
 def test_clients_are_charts_where_they_are_evaluated_every_round(tmp_path, every_n_rounds):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
     evaluation = ClientEvaluation(every_n_rounds=every_n_rounds)
     trainer, _ = fit(tmp_path, evaluation, RunReport(page=False), logger=logger)
@@ -329,8 +364,6 @@ def test_clients_are_charts_where_they_are_evaluated_every_round(tmp_path, every
 
 
 def test_what_a_test_logs_each_step_is_a_curve(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     class Steps(ToyModule):
         def test_step(self, batch, batch_idx):
             self.log("test/step", float(batch_idx), on_step=True, on_epoch=False)

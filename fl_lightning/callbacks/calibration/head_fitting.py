@@ -7,6 +7,7 @@ frozen backbone once, keeps the features, and sends the sums that `HeadFit` need
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -60,9 +61,10 @@ def fit_head(
             progress_bar(trainer, "Features for the head", num_batches) as tick,
             scoring(trainer) as visit,
         ):
+            counted = replace(owners, tick=tick)
 
             def find(owner: int, _: int) -> None:
-                features.append(owner_features(visit, owners, owner, head, fit, tick))
+                features.append(owner_features(visit, counted, owner, head, fit))
 
             of_each(trainer, clients, counts, find)
 
@@ -87,12 +89,7 @@ def fit_head(
 
 
 def owner_features(
-    visit: Visit,
-    owners: ExampleOwners,
-    owner: int,
-    head: nn.Linear,
-    fit: HeadFit,
-    tick: Callable[[], None] = lambda: None,
+    visit: Visit, owners: ExampleOwners, owner: int, head: nn.Linear, fit: HeadFit
 ) -> Features:
     """Features and labels of an owner's examples, on the CPU.
 
@@ -102,12 +99,11 @@ def owner_features(
         owner: number of the owner.
         head: layer whose inputs are the features.
         fit: the regression, which gets labels and logits from a batch.
-        tick: called after every batch.
     """
-    parts = []
-    for batch in map(visit.prepared, owners.batches(owners.shards[owner])):
-        parts.append((head_features(visit.module, head, batch, fit.logits), fit.labels(batch)))
-        tick()
+    parts = [
+        (head_features(visit.module, head, batch, fit.logits), fit.labels(batch))
+        for batch in owners.batches(visit, owners.shards[owner])
+    ]
     features, labels = zip(*parts, strict=True)
     # the fit is in double precision, which not every accelerator has
     found = torch.cat(features).float().cpu(), torch.cat(labels).cpu()

@@ -182,21 +182,9 @@ class MaskCalibration(Callback):
         self.history: list[dict[str, Any]] = []
 
     @property
-    def masks_by_client(self) -> dict[int, Mask]:
-        """Masks of single clients so far, on the CPU; empty without ``per_client``."""
-        return {} if self._clients is None else self._clients.found()
-
-    @property
     def version(self) -> int:
         """Number of the current mask, from 0."""
         return len(self.history) - 1
-
-    late_charts = ("masks",)  # charts of TensorBoard that may be empty in the first round
-
-    @property
-    def has_curves(self) -> bool:
-        """True if masks are calibrated during the run, not only at the start."""
-        return self._every_n_rounds is not None or self.per_client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ConfigurationError for settings that cannot work, before any computation."""
@@ -266,9 +254,7 @@ class MaskCalibration(Callback):
         """Calibrate again after every n-th round, if ``every_n_rounds`` is set."""
         self._recalibrate(trainer)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         """Calibrate again if `on_train_epoch_start` was skipped.
 
         Lightning skips it in a central run that resumes from a checkpoint between the last batch of an
@@ -276,14 +262,7 @@ class MaskCalibration(Callback):
         """
         self._recalibrate(trainer)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Share the masks of this round's clients with all processes, before any checkpoint."""
         if self._clients is not None:
             num_bytes = self._clients.exchange(Ranks(trainer))
@@ -317,11 +296,11 @@ class MaskCalibration(Callback):
 
     def _resume(self, trainer: Trainer) -> None:
         mask = Mask.from_state_dict(self._saved["mask"])
-        *self.history, last = self._saved["history"]
+        self.history = list(self._saved["history"])
         if self._clients is not None:
             self._clients.load_state_dict(self._saved["clients"])
         self._saved = {}
-        self._use(trainer, mask, "from the checkpoint", {}, round_=last["round"])
+        self._use(trainer, mask, "from the checkpoint", None)
 
     def _recalibrate(self, trainer: Trainer) -> None:
         done, n = trainer.current_epoch, self._every_n_rounds
@@ -361,19 +340,14 @@ class MaskCalibration(Callback):
         return self._applier.names(self._include, self._exclude)
 
     def _use(
-        self,
-        trainer: Trainer,
-        mask: Mask,
-        origin: str,
-        metrics: dict[str, float],
-        *,
-        round_: int | None = None,
+        self, trainer: Trainer, mask: Mask, origin: str, metrics: dict[str, float] | None
     ) -> None:
+        """Apply a mask and report it; ``metrics`` are None for a mask that is in the history."""
         assert self._applier is not None
         self._applier.apply(mask)
-        found = trainer.current_epoch if round_ is None else round_
         self.mask = mask
-        self.history.append({"round": found, "hash": mask.hash()})
+        if metrics is not None:
+            self.history.append({"round": trainer.current_epoch, "hash": mask.hash()})
         others = self._applier.described(mask)
         if self._clients is not None:
             known = self._clients.counts.num_masks
@@ -389,8 +363,8 @@ class MaskCalibration(Callback):
             f"mask {self.version}: {mask.num_active:,} of {mask.num_entries:,} maskable parameters "
             f"train (density {mask.density:.4g}), {others}; {origin}; hash {mask.hash()}"
         )
-        news = metrics if round_ is None else None
-        report_mask(trainer, mask, self.version, words, news, is_one_of_many=self.has_curves)
+        is_one_of_many = self._every_n_rounds is not None
+        report_mask(trainer, mask, self.version, words, metrics, is_one_of_many=is_one_of_many)
 
     def _restore(self) -> None:
         if self._applier is not None:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.federation import Ranks, log_numbers, log_once, run_folder
-from fl_lightning.reports.charts import Chart, draw
+from fl_lightning.reports.charts import draw
 from fl_lightning.reports.loggers import log_figure
 from fl_lightning.reports.panels import bars
 from fl_lightning.sparsity.masks.mask import Mask, density_per_layer, save_mask
 from fl_lightning.sparsity.tasks.merging import MaskCounts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def report_mask(
@@ -56,10 +59,7 @@ def report_mask(
             log_numbers(trainer, numbers, step=step)
         else:
             log_once(trainer, "mask", numbers, step=step)
-        chart = density_chart(mask)
-        # above the whole figure: long names of layers leave little room above the bars
-        title = f"{mask.num_active:,} of {mask.num_entries:,} entries may move"
-        log_figure(trainer, "mask/density per layer", lambda: draw([chart], title)[0], step=step)
+        log_figure(trainer, "mask/density per layer", lambda: density_figure(mask), step=step)
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_mask(mask, Path(folder) / f"mask_v{version}.safetensors")
 
@@ -67,8 +67,8 @@ def report_mask(
 _MOST_BARS = 150  # with more layers, they are joined into blocks
 
 
-def density_chart(mask: Mask) -> Chart:
-    """Return a chart with a bar for each layer, in the network's order: the fraction of its entries that may move.
+def density_figure(mask: Mask) -> Figure:
+    """Draw a bar for each layer, in the network's order: the fraction of its entries that may move.
 
     A line marks the density of the whole mask.
     """
@@ -78,7 +78,9 @@ def density_chart(mask: Mask) -> Chart:
         rows = density_per_layer(mask, depth)
     names, densities = [row.name for row in rows], [row.density for row in rows]
     panel = bars(names, densities, x="density", mark=mask.density, most=1.0)
-    return Chart("density", "", panel, names_are_long=True, height=1.2 + 0.16 * len(rows))
+    # above the whole figure: long names of layers leave little room above the bars
+    title = f"{mask.num_active:,} of {mask.num_entries:,} entries may move"
+    return draw({"": panel}, title, height=1.2 + 0.16 * len(rows))[0]
 
 
 class ClientMasks:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,17 +61,22 @@ class ExampleOwners:
 
     Attributes:
         shards: indices of each owner's examples.
-        read: function from indices, shape (B,), to a batch, before `Visit.prepared`.
+        read: function from indices, shape (B,), to a batch.
         batch_size: examples per batch.
+        tick: called after every batch.
     """
 
     shards: FlatShards
     read: Read
     batch_size: int
+    tick: Callable[[], None] = lambda: None
 
-    def batches(self, indices: Tensor) -> Iterator[Any]:
-        """Yield the examples at some indices in batches."""
-        return (self.read(part) for part in indices.split(self.batch_size) if len(part))
+    def batches(self, visit: Visit, indices: Tensor) -> Iterator[Any]:
+        """Yield the examples at some indices in batches, prepared for the module of a visit."""
+        for part in indices.split(self.batch_size):
+            if len(part):
+                yield visit.prepared(self.read(part))
+                self.tick()
 
     def num_batches(self, counts: Integers) -> int:
         """Number of batches of owners with these numbers of examples."""
@@ -194,11 +199,12 @@ class OwnerScores:
             progress_bar(trainer, "Calibration", num_batches) as tick,
             scoring(trainer) as visit,
         ):
+            owners = replace(owners, tick=tick)
 
             def scored(values: Mapping[str, Tensor], number: int) -> Scores:
                 ids, (clients, counts) = (version, number), draws[number]
                 if self.remote is None:
-                    score = self.score(visit, owners, values, ids, tick)
+                    score = self.score(visit, owners, values, ids)
                 else:  # arrive in the order of the clients
                     asked = dict(zip(clients.tolist(), counts.tolist(), strict=True))
                     received = self.remote(values, ids, asked)
@@ -266,7 +272,6 @@ class OwnerScores:
         owners: ExampleOwners,
         values: Mapping[str, Tensor],
         ids: tuple[int, int],
-        tick: Callable[[], None] = lambda: None,
     ) -> Callable[[int, int], Scores]:
         """Return a function from an owner and a number of its examples to their scores.
 
@@ -275,14 +280,8 @@ class OwnerScores:
             owners: the owners of all examples.
             values: parameter values to score at, by name.
             ids: version of the mask, and calibration round.
-            tick: called after every batch.
         """
         sensitivity = self.sensitivity or SampledFisher()
-
-        def batches(indices: Tensor) -> Iterator[Any]:
-            for batch in owners.batches(indices):
-                yield visit.prepared(batch)
-                tick()
 
         def score(owner: int, num_examples: int) -> Scores:
             indices = owners.shards[owner]
@@ -292,7 +291,8 @@ class OwnerScores:
                 indices = indices[drawn.sort().values]
             own = derive_seed(self.seed, _PURPOSE, *ids, owner)
             seed_global_generators(own)  # for modules that draw in eval mode
-            return sensitivity(visit.module, batches(indices), parameters=values, seed=own)
+            batches = owners.batches(visit, indices)
+            return sensitivity(visit.module, batches, parameters=values, seed=own)
 
         return score
 

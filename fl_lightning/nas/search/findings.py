@@ -21,7 +21,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.search.problem import Evaluated, SearchResult, shown
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
-from fl_lightning.reports.charts import Chart, Panel
+from fl_lightning.reports.charts import Panel
 from fl_lightning.reports.page import Page
 from fl_lightning.reports.panels import points
 
@@ -72,8 +72,7 @@ class Findings:
         page.tiles([*tiles, *_costs(best)])
         bounds = ", ".join(map(str, self.result.problem.constraints)) or "none"
         page.facts({"best architecture": str(best.architecture), "constraints": bounds})
-        title = f"{score} over {measure}"
-        page.charts([Chart("front", title, self.front(), names_are_long=True)], folder)
+        page.charts({"Front": self.front()}, folder)
         page.heading(f"Pareto front of {score} and {measure}")
         head, rows = self.front_rows()
         names = [str(one.architecture) for one in self.result.front(measure)]
