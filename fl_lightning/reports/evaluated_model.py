@@ -22,7 +22,7 @@ from fl_lightning.federation import Federation, begin_round, is_in_round, logged
 from fl_lightning.reports.layout import in_lines
 from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.progress import federation_of, number
-from fl_lightning.reports.screen import in_blocks
+from fl_lightning.reports.screen import table
 
 
 class ModelOrigin:
@@ -192,4 +192,4 @@ def results_table(metrics: Mapping[str, Any]) -> str:
         [name, *(number(rows[name][kind]) if kind in rows[name] else "-" for kind in kinds)]
         for name in order
     ]
-    return in_blocks(["", *_HEAD[: len(kinds)]], lines)
+    return table(["", *_HEAD[: len(kinds)]], lines)

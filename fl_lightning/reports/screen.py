@@ -1,4 +1,4 @@
-"""Tables and status lines on a terminal, by pandas and rich; printed text scrolls above the status lines.
+"""Tables and status lines on a terminal, by rich; printed text scrolls above the status lines.
 
 The cursor always waits at the start of the first status line. Each print, from this process or one
 forked from it, first clears the screen from there; the status lines are then drawn again below it. So
@@ -47,6 +47,14 @@ def plain(renderable: RenderableType, width: int = 10_000) -> str:
     return "\n".join(line.rstrip() for line in printed.splitlines()).strip("\n")
 
 
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table: the first column aligned to the left, the others to the right."""
+    made = Table(box=None, pad_edge=False)
+    for number, name in enumerate(head):
+        made.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+    return _filled(made, rows)
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format a table as Markdown, padded so that it can be read unrendered.
 
@@ -59,18 +67,22 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     made = Table(box=MARKDOWN)
     for name in head:
         made.add_column(Text(name), no_wrap=True)
+    return _filled(made, rows)
+
+
+def _filled(made: Table, rows: Iterable[Sequence[str]]) -> str:
     for row in rows:
         made.add_row(*map(Text, row))
     return plain(made)
 
 
-def in_blocks(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+def in_blocks(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
     """Format a table no wider than the screen; columns that do not fit go into further blocks below.
 
     Args:
         head: names of the columns; the first column is repeated in every block.
         rows: cells.
-        width: width of the screen in columns; None for one block.
+        width: width of the screen in columns.
 
     Example:
         >>> print(in_blocks(["", "loss", "accuracy"], [["a", "0.5", "0.9"]], 14))
