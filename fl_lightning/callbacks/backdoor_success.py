@@ -75,7 +75,13 @@ class BackdoorSuccess(Callback):
         self._counts = torch.zeros(2, dtype=torch.float64)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count a batch."""
         with trainer.precision_plugin.forward_context():

@@ -99,11 +99,13 @@ def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     clients = f", {len(data.clients):,} clients" if isinstance(data, FederatedDataModule) else ""
     federation = federation_of(trainer)
     seed = os.environ.get("PL_GLOBAL_SEED") if federation is None else federation.seed
+    facts = dict(facts_of(trainer, module))
     known = {
         "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
         "data": "" if source is None else f"{type(source).__name__}{clients}",
-        **dict(facts_of(trainer, module)),
+        "model": facts["model"],
         "algorithm": "" if federation is None else _algorithm(federation),
+        **facts,
         "seed": "" if seed is None else str(seed),
         "versions": software(),
         "commit": _commit(),

@@ -125,7 +125,7 @@ class RunReport(Callback):
         if self._folder is not None:
             facts = _provenance(self._folder)
             took = duration(time.monotonic() - self._began)
-            took += " since it was resumed" if "resumed" in facts["date"] else ""
+            took += " since it was resumed" if "resumed" in facts.get("date", "") else ""
             reason = why_it_stopped(trainer)
             took += f", stopped {reason}" if reason else ""
             _keep_provenance(self._folder, {"date": "", "duration": took, **facts})
