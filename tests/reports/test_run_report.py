@@ -151,7 +151,7 @@ def test_a_loss_that_the_module_logs_as_well_has_one_name(tmp_path):
             self.log("train_loss", loss)
             return loss
 
-    trainer = toy_trainer(
+    trainer = validating_trainer(
         Federation(local_steps=2),
         RunReport(),
         max_epochs=2,
