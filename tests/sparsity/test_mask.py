@@ -14,11 +14,10 @@ from safetensors.torch import load
 from torch import nn
 
 from fl_lightning import ImageClassifier
-from fl_lightning.callbacks.calibration.mask_report import density_chart
+from fl_lightning.callbacks.calibration.mask_report import density_figure
 from fl_lightning.core.container import read, write
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.models import LeNet
-from fl_lightning.reports.charts import draw
 from fl_lightning.sparsity import (
     Mask,
     density_per_layer,
@@ -177,7 +176,7 @@ def test_rows_of_a_report_add_up(mask):
 
 
 def test_the_axis_of_densities_ends_at_1():
-    figure, _ = draw([density_chart(Mask({"a": torch.ones(4).bool(), "b": torch.arange(4) < 1}))])
+    figure = density_figure(Mask({"a": torch.ones(4).bool(), "b": torch.arange(4) < 1}))
     assert max(figure.axes[0].get_xticks()) == 1
 
 
