@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -19,9 +19,6 @@ from fl_lightning.reports.loggers import log_figure
 from fl_lightning.reports.panels import bars
 from fl_lightning.sparsity.masks.mask import Mask, density_per_layer, save_mask
 from fl_lightning.sparsity.tasks.merging import MaskCounts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def report_mask(
@@ -67,8 +64,8 @@ def report_mask(
 _MOST_BARS = 150  # with more layers, they are joined into blocks
 
 
-def density_figure(mask: Mask) -> Figure:
-    """Draw a bar for each layer, in the network's order: the fraction of its entries that may move.
+def density_figure(mask: Mask) -> Any:
+    """Return Matplotlib's figure of a bar for each layer, in the network's order: the fraction of its entries that may move.
 
     A line marks the density of the whole mask.
     """
