@@ -48,7 +48,7 @@ WITHOUT_LIGHTNING = (
 )
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
-    "callbacks": (1978, 13),
+    "callbacks": (1975, 13),
     "cli": (4351, 22),
     "client": (4212, 21),
     "core": (2521, 15),
