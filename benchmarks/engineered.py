@@ -98,8 +98,10 @@ class CompiledLoop(_FunctionalLoop):
             self._velocity = [torch.zeros_like(p) for p in self._params]
         options = {"fallback_random": True}
         compiled = partial(torch.compile, self._whole, fullgraph=True, options=options)
-        # smaller last batches share a graph, of any size
-        self._of_full, self._of_others = compiled(dynamic=False), compiled(dynamic=True)
+        # smaller last batches share a graph, of any size; none can be compiled with dropout
+        has_dropout = any(isinstance(layer, nn.Dropout) for layer in self._network.modules())
+        self._of_full = compiled(dynamic=False)
+        self._of_others = self._whole if has_dropout else compiled(dynamic=True)
 
     def _step(self, x: Tensor, y: Tensor) -> None:
         step = self._of_full if len(x) == self.work.batch_size else self._of_others
