@@ -23,8 +23,8 @@ ROUNDS = RESULTS / "rounds.json"
 Results = dict[str, Any]
 
 _HEADER = (
-    "| workload | plain loop | fastest loop | of plain | 2,000 rounds | of plain | of fastest | start "
-    "| 100 rounds | of fastest, starts included | difference |"
+    "| workload | plain loop | fastest loop | 2,000 rounds | of fastest | start "
+    "| 100 rounds | of fastest, starts included |"
 )
 
 
@@ -105,7 +105,9 @@ def rounds_table(found: Results) -> Iterator[str]:
                 cells = [f"{ratio(run['ours'], run['plain']):.2f}"]
                 cells += [of_plain(result["rivals"].get(rival)) for rival in rivals]
                 yield f"| {name} | {' | '.join(cells)} |"
-    yield ""
+    by_name = {name: f"{_difference(result):.0e}" for name, result in found.items()}
+    differences = ", ".join(f"{name} {difference}" for name, difference in by_name.items())
+    yield from ("", f"Differences: {differences}.", "")
     groups: dict[str, list[str]] = {}
     for name, result in found.items():
         groups.setdefault(_measured(result["environment"]), []).append(name)
@@ -128,21 +130,22 @@ def row(name: str, result: Results) -> str:
     cells = [
         f"**{name}**: {result['title']}",
         f"{plain:.3g} s",
-        best,
-        f"{ratio(long['best'], long['plain']):.2f}",
-        long["engine"],
-        f"{ratio(long['ours'], long['plain']):.2f}",
+        f"{best}: {ratio(long['best'], long['plain']):.2f}",
+        f"{long['engine']}: {ratio(long['ours'], long['plain']):.2f}",
         f"**{ratio(long['ours'], long['best']):.2f}**",
         f"{starts['ours, 2000']:.0f} s",
-        short["engine"],
+        f"{short['engine']}: {ratio(short['ours'], short['plain']):.2f}",
         f"**{of_fastest:.2f}**",
-        f"{max(short['difference'], long['difference']):.0e}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def _runs(result: Results) -> tuple[Results, Results]:
     return result["runs"]["100"], result["runs"]["2000"]
+
+
+def _difference(result: Results) -> float:
+    return max(run["difference"] for run in _runs(result))
 
 
 def _total(start: float, seconds: float) -> float:

@@ -50,8 +50,9 @@ LEAST_STEPS = 1000
 # Slots that are asked for are compiled from this many local steps on.
 SHORT_RUN_STEPS = 10_000
 # Seconds of training that repay a trial: of a speedup (a second), of a compiled step and of compiled slots
-# (5 to 20 s). A compiled step is some per cent faster, compiled slots are 2 to 6 times as fast.
-SPEEDUP_SECONDS, COMPILED_STEP_SECONDS, COMPILED_SLOTS_SECONDS = 60.0, 1200.0, 20.0
+# (15 to 60 s where nothing is cached). A compiled step is some per cent faster, compiled slots are 2 to 6
+# times as fast.
+SPEEDUP_SECONDS, COMPILED_STEP_SECONDS, COMPILED_SLOTS_SECONDS = 60.0, 1200.0, 60.0
 # Most time of all trials of speedups: as a fraction of the training, and in seconds.
 SHARE_OF_SPEEDUPS, MOST_SECONDS_OF_SPEEDUPS = 0.05, 120.0
 # Steps of the run that one turn of a trial of slots takes, as a fraction: 2 to 10 steps of a client.
@@ -221,7 +222,7 @@ class EngineChooser:
         one, in_slots = trial.seconds(sequential, Way(sample, engine))
         ahead = num_steps * (min(one, in_slots) * share + one * (1 - share))
         if is_long := ahead >= COMPILED_SLOTS_SECONDS:
-            rank_zero_info("engine: compiling a step of many clients at once, for 5 to 20 s")
+            rank_zero_info("engine: compiling a step of many clients at once, for up to a minute")
             compiled = self._slots_for(fitting, stacking, compiled=True)
             (seconds,) = trial.seconds(Way(sample, compiled))
             if seconds < in_slots:
