@@ -145,7 +145,7 @@ def _runs(result: Results) -> tuple[Results, Results]:
 
 
 def _difference(result: Results) -> float:
-    return max(run["difference"] for run in _runs(result))
+    return max(float(run["difference"]) for run in _runs(result))
 
 
 def _total(start: float, seconds: float) -> float:

@@ -88,7 +88,7 @@ class Devices(Ranged):
     deadline: float | None = None
     late: Literal["partial", "drop"] = "partial"
 
-    ranges: ClassVar = {
+    ranges: ClassVar[dict[str, str]] = {
         "latency": "at least 0 and finite",
         "jitter": "at least 0 and finite",
         "drop_rate": "in [0, 1)",
@@ -179,7 +179,7 @@ class LogNormalSpeeds(Ranged):
     median: float = 1.0
     sigma: float = 0.5
 
-    ranges: ClassVar = {
+    ranges: ClassVar[dict[str, str]] = {
         "median": "greater than 0 seconds and finite",
         "sigma": "at least 0 and finite",
     }

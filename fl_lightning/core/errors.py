@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -92,7 +92,7 @@ class Ranged:
         >>> @dataclass
         ... class Clip(Ranged):
         ...     norm: float
-        ...     ranges: ClassVar = {"norm": "greater than 0 or inf: inf clips nothing"}
+        ...     ranges: ClassVar[dict[str, str]] = {"norm": "greater than 0 or inf: inf clips nothing"}
         >>> Clip(norm=-1.0)
         Traceback (most recent call last):
         ...
@@ -100,7 +100,7 @@ class Ranged:
 clips nothing
     """
 
-    ranges: ClassVar[Mapping[str, str]] = {}
+    ranges: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError for options out of range."""

@@ -65,7 +65,8 @@ def install(trainer: Trainer, train: Callable[[CohortBatch], None]) -> None:
         steps.increment_completed()
         return {}
 
-    (stock if trainer.lightning_module.automatic_optimization else by_hand).run = run
+    sub_loop: Any = stock if trainer.lightning_module.automatic_optimization else by_hand
+    sub_loop.run = run
     if getattr(trainer.strategy.launcher, "ends_all", False):
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 

@@ -150,7 +150,7 @@ class Scaling(Ranged):
 
     factor: float = 10.0
 
-    ranges: ClassVar = {"factor": "a finite number"}
+    ranges: ClassVar[dict[str, str]] = {"factor": "a finite number"}
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -174,7 +174,7 @@ class SignFlip(Ranged):
 
     scale: float = 1.0
 
-    ranges: ClassVar = {"scale": "at least 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {"scale": "at least 0 and finite"}
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -197,7 +197,7 @@ class GaussianNoise(Ranged):
 
     std: float = 1.0
 
-    ranges: ClassVar = {"std": "at least 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {"std": "at least 0 and finite"}
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -237,7 +237,7 @@ class ALIE(_Collusion):
 
     z: float | None = None
 
-    ranges: ClassVar = {"z": "a finite number"}
+    ranges: ClassVar[dict[str, str]] = {"z": "a finite number"}
 
     @override
     def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
@@ -258,7 +258,7 @@ class InnerProductManipulation(_Collusion):
 
     epsilon: float = 0.5
 
-    ranges: ClassVar = {"epsilon": "a finite number"}
+    ranges: ClassVar[dict[str, str]] = {"epsilon": "a finite number"}
 
     @override
     def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:

@@ -48,7 +48,7 @@ class PolynomialStaleness(Ranged):
 
     exponent: float = 0.5
 
-    ranges: ClassVar = {"exponent": "at least 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {"exponent": "at least 0 and finite"}
 
     def weight(self, staleness: int) -> float:
         """Return the weight s(τ) of an update τ steps late."""
@@ -72,7 +72,10 @@ class HingeStaleness(Ranged):
     slope: float = 10.0
     grace: int = 4
 
-    ranges: ClassVar = {"slope": "at least 0 and finite", "grace": "at least 0 rounds"}
+    ranges: ClassVar[dict[str, str]] = {
+        "slope": "at least 0 and finite",
+        "grace": "at least 0 rounds",
+    }
 
     def weight(self, staleness: int) -> float:
         """Return the weight s(τ) of an update τ steps late."""
@@ -110,7 +113,9 @@ class AsyncRule(Ranged, ABC):
     concurrency: int
     staleness: Staleness | None = None
 
-    ranges: ClassVar = dict.fromkeys(("concurrency", "buffer_size"), "at least 1 client")
+    ranges: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("concurrency", "buffer_size"), "at least 1 client"
+    )
 
     @property
     def buffer_size(self) -> int:
@@ -181,7 +186,7 @@ class FedAsync(AsyncRule):
 
     mixing: float = 0.6
 
-    ranges: ClassVar = {"mixing": "in (0, 1]"}
+    ranges: ClassVar[dict[str, str]] = {"mixing": "in (0, 1]"}
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
         """Return α s(τ) (x - y)."""

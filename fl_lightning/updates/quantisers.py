@@ -222,7 +222,7 @@ class Affine(InBlocks):
     bits: int = 8
     block: BlockOption = None
 
-    ranges: ClassVar = {"bits": "from 1 to 8"}
+    ranges: ClassVar[dict[str, str]] = {"bits": "from 1 to 8"}
 
     @property
     def name(self) -> str:
@@ -280,7 +280,7 @@ class QSGD(InBlocks):
     norm: Literal["max", "l2"] = "max"
     block: BlockOption = None
 
-    ranges: ClassVar = {"bits": "from 1 to 8"}
+    ranges: ClassVar[dict[str, str]] = {"bits": "from 1 to 8"}
 
     @property
     def name(self) -> str:

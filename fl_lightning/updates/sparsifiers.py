@@ -71,7 +71,7 @@ class TopK(Transform):
 
     fraction: float
 
-    ranges: ClassVar = _RANGES
+    ranges: ClassVar[dict[str, str]] = _RANGES
 
     @property
     def name(self) -> str:
@@ -131,7 +131,7 @@ class RandomK(Transform):
     fraction: float
     unbiased: bool = True
 
-    ranges: ClassVar = _RANGES
+    ranges: ClassVar[dict[str, str]] = _RANGES
 
     @property
     def name(self) -> str:
@@ -214,7 +214,7 @@ class PowerSGD(Transform):
     iterations: int = 4
     shapes: Sequence[Sequence[int]] | None = None
 
-    ranges: ClassVar = {"rank": "at least 1", "iterations": "at least 1"}
+    ranges: ClassVar[dict[str, str]] = {"rank": "at least 1", "iterations": "at least 1"}
     needs_shapes = True
     approximates = True  # a matrix of higher rank
 

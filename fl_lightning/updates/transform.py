@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, final
+from typing import ClassVar, Self, final
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ _OF_TENSORS = Traits(
 
 class UpdateStep(Ranged, ABC):
     """Base of the transforms in a federation's `updates`."""
+
+    # jsonargparse finds types of dataclasses only where `ClassVar`, used in bases, is a name of this module
+    ranges: ClassVar[dict[str, str]] = {}
 
     @property
     @abstractmethod

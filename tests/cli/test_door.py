@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typed
 import yaml
+from jsonargparse._parameter_resolvers import get_signature_parameters
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 import fl_lightning
@@ -122,6 +123,16 @@ def test_an_option_without_classes_in_the_box_says_what_it_takes():
     pages = contents()["pages"]
     assert "derives from Stage" in pages["--federation.stages.help"]
     assert "any Optimizer of torch.optim" in pages["--federation.server_optimizer.help"]
+
+
+def test_the_parser_knows_the_types_of_all_exported_classes():
+    """Of an annotation that it cannot evaluate it accepts any value."""
+    for path in public_paths().values():
+        package, _, name = path.rpartition(".")
+        found = getattr(import_module(package), name)
+        if inspect.isclass(found) and not issubclass(found, Exception):
+            for parameter in get_signature_parameters(found, None):
+                assert not isinstance(parameter.annotation, str), (path, parameter.name)
 
 
 def test_a_line_in_a_package_is_all_that_a_new_class_needs(tmp_path):

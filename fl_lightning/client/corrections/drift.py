@@ -71,7 +71,7 @@ class FedProx(Correction):
 
     mu: float = 0.01
 
-    ranges: ClassVar = {"mu": "at least 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {"mu": "at least 0 and finite"}
 
     @property
     def pull(self) -> float:
@@ -186,7 +186,7 @@ class FedDyn(Correction):
 
     alpha: float = 0.01
 
-    ranges: ClassVar = {"alpha": "above 0 and finite: the server divides by it"}
+    ranges: ClassVar[dict[str, str]] = {"alpha": "above 0 and finite: the server divides by it"}
     needs_mean = True
 
     @property

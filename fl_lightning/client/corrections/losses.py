@@ -66,7 +66,10 @@ class Moon(Correction):
     mu: float = 1.0
     temperature: float = 0.5
 
-    ranges: ClassVar = {"mu": "at least 0 and finite", "temperature": "above 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {
+        "mu": "at least 0 and finite",
+        "temperature": "above 0 and finite",
+    }
 
     @property
     def traits(self) -> Traits:
@@ -173,7 +176,7 @@ class FedLC(Correction):
 
     tau: float = 1.0
 
-    ranges: ClassVar = {"tau": "at least 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {"tau": "at least 0 and finite"}
 
     @contextmanager
     def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> Iterator[None]:

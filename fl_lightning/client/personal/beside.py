@@ -77,7 +77,7 @@ class Ditto(_Beside):
 
     pull: float = 0.1
 
-    ranges: ClassVar = {"pull": "at least 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {"pull": "at least 0 and finite"}
 
 
 @final
@@ -102,7 +102,10 @@ class APFL(_Beside):
     mixture: float = 0.5
     mixture_rate: float = 0.1
 
-    ranges: ClassVar = {"mixture": "in [0, 1]", "mixture_rate": "at least 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {
+        "mixture": "in [0, 1]",
+        "mixture_rate": "at least 0 and finite",
+    }
 
 
 class Mixing:
@@ -190,7 +193,7 @@ class FineTuned(Personalisation):
 
     local_steps: int = 10
 
-    ranges: ClassVar = {
+    ranges: ClassVar[dict[str, str]] = {
         "local_steps": "at least 1: leave personal out to evaluate the global model"
     }
 

@@ -118,7 +118,9 @@ class Personal(Personalisation):
     norms: bool = False
     own_epochs: int | None = None
 
-    ranges: ClassVar = {"own_epochs": "at least 0, or null to train everything together"}
+    ranges: ClassVar[dict[str, str]] = {
+        "own_epochs": "at least 0, or null to train everything together"
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

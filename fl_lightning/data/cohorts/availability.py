@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -136,6 +136,8 @@ class AvailableCohort(Cohort):
 
     sampler: Cohort
     availability: Availability
+    # jsonargparse finds types of dataclasses only where `ClassVar`, used in bases, is a name of this module
+    is_uniform: ClassVar[bool] = False
 
     @property
     @override

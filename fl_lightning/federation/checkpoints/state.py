@@ -44,7 +44,7 @@ class MissedPlateaus:
             return
         for config, position in zip(plateaus(trainer), self._positions, strict=False):
             is_due = trainer.current_epoch % config.frequency == 0
-            value = trainer.callback_metrics.get(config.monitor)
+            value = trainer.callback_metrics.get(config.monitor or "")
             if is_due and config.scheduler.last_epoch == position and value is not None:
                 trainer.lightning_module.lr_scheduler_step(config.scheduler, value)
         self._epoch, self._num_left = trainer.current_epoch, self._num_left - 1

@@ -53,7 +53,9 @@ class Attackers(Ranged):
     spared: list[int] = field(default_factory=list)
     seed: int | None = None
 
-    ranges: ClassVar = {"fraction": "in [0, 1]: it is the part of the clients that attack"}
+    ranges: ClassVar[dict[str, str]] = {
+        "fraction": "in [0, 1]: it is the part of the clients that attack"
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

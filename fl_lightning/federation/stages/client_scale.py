@@ -29,8 +29,8 @@ class ClientScale(Stage):
         """Note the scale at which a client ended, unless it failed."""
         yield
         end = self._start.scale()
-        if training.counts and (self._lowest is None or _rank(end) < _rank(self._lowest)):
-            self._lowest = end
+        if training.counts and end is not None:
+            self._lowest = min(end, self._lowest or end, key=_rank)
 
     def before_step(self, record: RoundRecord) -> None:
         """Find the lowest scale over all processes."""

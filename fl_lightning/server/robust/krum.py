@@ -76,7 +76,7 @@ class MultiKrum(AgainstAttackers):
 
     num_kept: int | None = None
 
-    ranges: ClassVar = {"num_kept": "at least 1 update"}
+    ranges: ClassVar[dict[str, str]] = {"num_kept": "at least 1 update"}
 
     @property
     @override

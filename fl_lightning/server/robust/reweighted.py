@@ -66,7 +66,10 @@ class CentredClipping(RobustRule):
     radius: float = 1.0
     num_iterations: int = 1
 
-    ranges: ClassVar = {"radius": "greater than 0 or inf", "num_iterations": "at least 1"}
+    ranges: ClassVar[dict[str, str]] = {
+        "radius": "greater than 0 or inf",
+        "num_iterations": "at least 1",
+    }
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the new centre, which is remembered for the next round."""
@@ -122,7 +125,7 @@ class NormBounding(RobustRule):
     bound: float | None = None
     weight_by_examples: bool = False
 
-    ranges: ClassVar = {"bound": "greater than 0 or inf"}
+    ranges: ClassVar[dict[str, str]] = {"bound": "greater than 0 or inf"}
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -157,7 +160,7 @@ class GeometricMedian(RobustRule):
     smoothing: float = 1e-6
     weight_by_examples: bool = False
 
-    ranges: ClassVar = {"smoothing": "greater than 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {"smoothing": "greater than 0 and finite"}
 
     @override
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
@@ -210,7 +213,7 @@ class FLTrust(RobustRule):
 
     trusted_client: int = 0
 
-    ranges: ClassVar = {"trusted_client": "at least 0: it is a client's number"}
+    ranges: ClassVar[dict[str, str]] = {"trusted_client": "at least 0: it is a client's number"}
 
     @property
     @override

@@ -87,7 +87,7 @@ class RobustRule(Ranged, KeptUpdates):
     memory_gb: float = field(default=1.0, repr=False)
     folder: str | None = field(default=None, repr=False)
 
-    ranges: ClassVar = {"memory_gb": "at least 0 and finite"}
+    ranges: ClassVar[dict[str, str]] = {"memory_gb": "at least 0 and finite"}
     by_coordinate: ClassVar[bool] = False
     _round_index = 0
 
@@ -164,7 +164,7 @@ class AgainstAttackers(RobustRule):
 
     num_attackers: int
 
-    ranges: ClassVar = {"num_attackers": "at least 0 clients"}
+    ranges: ClassVar[dict[str, str]] = {"num_attackers": "at least 0 clients"}
     needed: ClassVar[tuple[int, int]]
 
     @property
@@ -221,7 +221,7 @@ class NearestNeighbourMixing(RobustRule):
     rule: RobustRule
     num_attackers: int
 
-    ranges: ClassVar = {"num_attackers": "at least 0 clients"}
+    ranges: ClassVar[dict[str, str]] = {"num_attackers": "at least 0 clients"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -262,7 +262,7 @@ class Bucketing(RobustRule):
     bucket_size: int = 2
     seed: int | None = None
 
-    ranges: ClassVar = {"bucket_size": "at least 1 update"}
+    ranges: ClassVar[dict[str, str]] = {"bucket_size": "at least 1 update"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
