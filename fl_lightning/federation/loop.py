@@ -140,5 +140,7 @@ def begin_round_anew(trainer: Trainer) -> None:
     rounds = trainer.fit_loop
     if rounds.restarted_on_epoch_start:
         rounds.epoch_loop.restarting = False
+        # Lightning has set it back and will not count it anew: the next resumption would leave out a round
+        rounds.epoch_progress.current.ready += 1
     elif rounds.restarted_mid_epoch and rounds.epoch_loop.restarted_on_train_batch_end:
         rounds.reset_restart_stage()

@@ -73,6 +73,31 @@ def test_resume_anywhere(uninterrupted, moment):
             assert trainer.callback_metrics[name] == metrics[name], name
 
 
+class SaveAtStart(Callback):
+    """Saves at the start of a round."""
+
+    def __init__(self, path, round_):
+        self.path, self.round = path, round_
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == self.round:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("moment", ["2-validation", "2-end"])
+def test_a_run_resumed_at_the_start_of_a_round_can_be_resumed_again(
+    uninterrupted, tmp_path, moment
+):
+    """Lightning counted its rounds one behind, and the second resumption left one out."""
+    _, options, expected, _ = uninterrupted
+    start = tmp_path / "start.ckpt"
+    run(callbacks=[SaveAtStart(start, 1)], **options)
+    run(ckpt_path=start, callbacks=[SaveEverywhere(tmp_path)], **options)
+    module, trainer = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
+    assert torch.equal(weights(module), expected)
+    assert trainer.global_step == 4
+
+
 class Plateau(ToyModule):
     """Its rate is divided after each validation but the first: nothing improves by 100."""
 
