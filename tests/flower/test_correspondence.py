@@ -97,6 +97,21 @@ def test_a_site_that_is_lost_is_greeted_and_asked_again_while_others_go_on():
     assert told == [("hello", 0), ("train", 1), ("hello", 0), ("train", 1)]
 
 
+def test_a_site_that_does_not_answer_a_greeting_holds_up_no_other_and_has_one_deadline():
+    channel = Sites(a=["answers", None], b=[], c=[])
+    correspondence, hello = Correspondence(channel, deadline=1.0), order(0, kind="hello")
+    correspondence.greet(lambda: hello, wanted=3)
+    channel.sent.clear()
+    began = time.monotonic()
+    *others, last = correspondence.ask({"a": order(1), "b": order(1), "c": hello}, greet=True)
+    assert sorted(asked(others)) == [("b", 1, True), ("c", 0, True)]
+    assert asked([last]) == [("a", 1, False)]
+    assert time.monotonic() - began < 2.0
+    assert [kind for site, kind, _ in channel.sent if site == "a"] == ["hello"]
+    assert [kind for site, kind, _ in channel.sent if site == "b"] == ["hello", "train"]
+    assert [kind for site, kind, _ in channel.sent if site == "c"] == ["hello"]
+
+
 def test_silence_ends_at_the_deadline_of_each_order_and_a_late_answer_is_not_another_ones():
     late = answer("a", order(1).to_bytes())
     channel = Sites(a=["answers", None, late], b=[])

@@ -162,7 +162,7 @@ class Correspondence:
             answers[reply.site] = reply.answer
         return answers
 
-    def ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
+    def ask(self, orders: Mapping[str, Order], *, greet: bool = False) -> Iterator[Reply]:
         """Send an order to each site, and yield the replies in the order of their arrival.
 
         A late or invalid answer gives a reply without an answer. These orders overtake posted orders that
@@ -170,8 +170,10 @@ class Correspondence:
 
         Args:
             orders: orders by site.
+            greet: True to greet each site first, before the same deadline.
         """
-        waiting = {self._put(site, order, ahead=True) for site, order in orders.items()}
+        greeting = self._write().to_bytes() if greet else b""
+        waiting = {self._put(site, one, greeting, ahead=True) for site, one in orders.items()}
         try:
             while waiting:
                 for asked, reply in self._receive():
@@ -199,9 +201,11 @@ class Correspondence:
         self._lines.clear()
         self._posted.clear()
 
-    def _put(self, site: str, order: Order, *, ahead: bool = False) -> _PendingOrder:
+    def _put(
+        self, site: str, order: Order, greeting: bytes = b"", *, ahead: bool = False
+    ) -> _PendingOrder:
         content = order.to_bytes()
-        asked = _PendingOrder(site, order, content, content)
+        asked = _PendingOrder(site, order, content, greeting or content)
         line = self._lines.setdefault(site, deque())
         line.insert(1 if ahead else len(line), asked)
         if line[0] is asked:
@@ -249,7 +253,7 @@ class Correspondence:
         if found is None:
             asked.again_at = time.monotonic() + _PAUSE
             return None
-        if isinstance(found, Answer) and asked.sent is not asked.content:  # it has been greeted
+        if isinstance(found, Answer) and asked.sent != asked.content:  # it has been greeted
             asked.sent = asked.content
             self._channel.send(site, asked.content, self._left(asked))
             return None

@@ -117,7 +117,7 @@ class Sites(FitClients):
         sums: dict[str, MetricSums] = {}
 
         def parts() -> Iterator[Part]:
-            for reply in self._remote.correspondence.ask(orders):
+            for reply in self._ask(orders):
                 self._note_sums(reply, sums)
                 yield from reply.parts
 
@@ -137,7 +137,7 @@ class Sites(FitClients):
             "evaluate", clients, (self._agreed() | {"stage": stage}, {"model": model})
         )
         found: dict[int, dict[str, Tensor]] = {}
-        for reply in self._remote.correspondence.ask(orders):
+        for reply in self._ask(orders):
             if reply.answer is None:
                 rank_zero_warn(f"per-client evaluation: without site {reply.site}: {reply.reason}")
                 continue
@@ -147,20 +147,23 @@ class Sites(FitClients):
         return found
 
     def _orders(self, kind: Kind, clients: Iterable[int], content: Content) -> dict[str, Order]:
-        """Return orders of the current round by site, after all sites were told of a new mask."""
-        self._tell_mask()
+        """Return orders of the current round by site."""
         return self._remote.orders(kind, clients, lambda some: content, self._run.round_index)
 
-    def _tell_mask(self) -> None:
-        """Greet all sites if there is a new mask; a site that misses it is greeted with its next order."""
-        if self._mask == self._told_mask:
-            return
-        self._told_mask = self._mask
-        greetings = dict.fromkeys(
-            sorted(set(self._remote.site_of.values())), self._remote.greeting.order()
-        )
-        for reply in self._remote.correspondence.ask(greetings):
-            if reply.answer is None:
+    def _ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
+        """Send orders, and yield the replies; if there is a new mask, all sites are greeted first.
+
+        A site that misses the mask is greeted with its next order.
+        """
+        greetings: dict[str, Order] = {}
+        if is_new := self._mask != self._told_mask:
+            self._told_mask = self._mask
+            sites = sorted(set(self._remote.site_of.values()))
+            greetings = dict.fromkeys(sites, self._remote.greeting.order())
+        for reply in self._remote.correspondence.ask({**greetings, **orders}, greet=is_new):
+            if reply.site in orders:
+                yield reply
+            elif reply.answer is None:
                 rank_zero_warn(f"site {reply.site} does not know of the new mask: {reply.reason}")
 
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
