@@ -56,7 +56,7 @@ CAPS = {
     "engines": (3858, 19),
     "experiments": (2657, 12),
     "federation": (10675, 57),
-    "flower": (7869, 38),
+    "flower": (7876, 38),
     "kernels": (1635, 11),
     "models": (1478, 8),
     "nas": (10393, 44),
