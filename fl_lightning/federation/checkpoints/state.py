@@ -29,6 +29,8 @@ class MissedPlateaus:
 
     Lightning steps these schedules after the callbacks of an epoch's end, which save checkpoints. After resuming
     it ends that epoch or the next one without them, as it saves no metrics.
+    From a checkpoint between a round's training and its validation, which Lightning leaves out, the step takes
+    the value of the validation before.
 
     Args:
         epoch: the epoch that was open when the checkpoint was saved; None without one.
