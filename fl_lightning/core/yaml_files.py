@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from string import hexdigits
 from typing import Any
 
 import yaml
@@ -101,7 +102,7 @@ line 3: keep one of them
     for count, _ in enumerate(_nodes(yaml.compose(text, LOADER), (), ()), start=1):
         if count > MOST_VALUES:
             raise ConfigurationError(
-                f"it has more than {MOST_VALUES} values: references (&, *) are counted each time"
+                f"it has more than {MOST_VALUES} names and values: references (&, *) are counted each time"
             )
 
 
@@ -134,7 +135,7 @@ def _check_node(node: Any, path: str, outer: tuple[Any, ...]) -> None:
     if len(outer) > MOST_DEPTH:
         raise ConfigurationError(f"{path[:60]}… is nested deeper than {MOST_DEPTH} levels")
     is_whole = isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int"
-    if is_whole and (num_digits := sum(map(str.isdigit, node.value))) > MOST_DIGITS:
+    if is_whole and (num_digits := sum(map(hexdigits.count, node.value))) > MOST_DIGITS:
         raise ConfigurationError(
             f"{path} must have at most {MOST_DIGITS} digits, got {num_digits} digits"
         )

@@ -374,6 +374,7 @@ ENDLESS = {
     "deep": ("trainer: " + "[" * 3000 + "]" * 3000, "nested deeper than 64"),
     "steps": ("- " * 3000 + "x", "nested deeper than 64"),
     "digits": ("num_threads: " + "9" * 400, "num_threads must have at most 40 digits, got 400"),
+    "hexadecimal digits": ("num_threads: 0x" + "af" * 30, "num_threads must have at most 40 digits, got 61"),
     "thousands": ("num_threads: " + "9" * 6000, "at most 40 digits"),
     "bomb": ("\n".join(["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]), "more than"),
     "twice": ("trainer:\n  max_epochs: 1\n  devices: 1\n  max_epochs: 2\n", "trainer.max_epochs stands in line 2 and again in line 4: keep one of them"),
