@@ -73,7 +73,8 @@ def check_values(configuration: Any) -> None:
     Raises:
         ConfigurationError: naming the YAML path of every option whose value cannot work.
     """
-    trainer = configuration.get("trainer") or {}
+    trainer = configuration.get("trainer")
+    trainer = {} if trainer is None else trainer
     if not isinstance(trainer, Namespace | Mapping):
         raise ConfigurationError(
             f"trainer must be a mapping of options, such as max_epochs: 10, got {trainer}"

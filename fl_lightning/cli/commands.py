@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from importlib import import_module
 from io import StringIO
 from typing import Any
@@ -47,11 +46,7 @@ def parser_of(command: str) -> Parser:
     if command == "sweep":
         optuna_for("a sweep", "sweep")
     parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
-    home = import_module(_MODULES[command])
-    if command == "network":
-        home.add_commands(parser, Parser)
-    else:
-        home.add_arguments(parser)
+    import_module(_MODULES[command]).add_arguments(parser)
     return parser
 
 
@@ -71,15 +66,11 @@ def _run(words: Any) -> None:
         return
     parser = parser_of(command)
     at = rest.index("--") if "--" in rest and command in _WITH_FITS else len(rest)
-    options = {"options": rest[at + 1 :]} if command in _WITH_FITS else {}
-    validate = partial(run_lightning, keeps_configuration=False)
-    functions: dict[str, dict[str, Any]] = {
-        "compare": {"resolve": resolve, "fit": fit_run},
-        "sweep": {"resolve": resolve, "fit": fit_run},
-        "search": {"validate": validate, "resolve": resolve, "defaults": parser.get_defaults()},
-    }
+    options: dict[str, Any] = {"options": rest[at + 1 :]} if command in _WITH_FITS else {}
+    if command in ("compare", "sweep"):  # of a room that does not know this one
+        options |= {"resolve": resolve, "fit": fit_run}
     run = getattr(import_module(_MODULES[command]), command)
-    run(parser.parse_args(rest[:at]), **options, **functions.get(command, {}))
+    run(parser.parse_args(rest[:at]), **options)
 
 
 def resolve(words: Sequence[str]) -> str:

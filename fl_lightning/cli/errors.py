@@ -18,14 +18,14 @@ from functools import partial, wraps
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace, add_instantiator, dict_to_namespace
+from jsonargparse import Namespace, add_instantiator
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from fl_lightning.cli.checks import imported, is_spec, specs
-from fl_lightning.cli.parser_messages import BARE, sentence, shortened
+from fl_lightning.cli.checks import imported, specs
+from fl_lightning.cli.parser_messages import BARE, sentence, shortened, without_marks
 from fl_lightning.core.errors import (
     CheckpointFailure,
     ClientFailure,
@@ -33,9 +33,8 @@ from fl_lightning.core.errors import (
     ProcessFailure,
     RoundFailure,
 )
-from fl_lightning.core.kinds import check_kinds
 from fl_lightning.federation import ProcessTraceback
-from fl_lightning.reports.layout import close_to, in_lines
+from fl_lightning.reports.layout import in_lines
 
 _TOLD_IN_A_SENTENCE = (
     *(CheckpointFailure, ClientFailure, ConfigurationError, MisconfigurationException),
@@ -57,58 +56,59 @@ _CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
 
 
 class Refusal(BaseException):
-    """A constructor's error while the parser builds objects; not an `Exception`, which the parser would reword."""
+    """Carries a constructor's error out of the parser, which would reword an `Exception` or try another type."""
 
-    def __init__(self, kind: Any, options: Mapping[str, Any], error: Exception) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
-        self.kind, self.options, self.error = kind, options, error
-
-    def as_error(self, configuration: Any) -> Exception:
-        """Return the error with the option's path in the configuration; a bug is returned unchanged."""
-        text = next(
-            (str(e) for e in causes(self.error) if isinstance(e, _TOLD_IN_A_SENTENCE)), None
-        )
-        if text is None:
-            is_ours = self.kind.__module__.startswith("fl_lightning")
-            if not isinstance(self.error, _OF_OURS if is_ours else _OF_CONSTRUCTORS):
-                return self.error
-            text = str(self.error)
-            if not isinstance(self.error, ImportError):
-                text = f"{self.kind.__name__} refuses its options: {text}"
-        place = next((path for path, spec in specs(configuration) if self._is_of(spec)), "")
-        return ConfigurationError(shortened(self._placed(text, place) if place else text))
-
-    def _is_of(self, spec: Namespace) -> bool:
-        """Return whether a namespace names the refused class with the refused options."""
-        name = spec.get("class_path")
-        given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
-        is_kind = (
-            self.options.keys() == given.keys() if name is None else imported(name) is self.kind
-        )
-        plain = (int, float, str, bool, type(None))  # other values were built from the given ones
-        return is_kind and all(
-            repr(given.get(option)) == repr(value)
-            for option, value in self.options.items()
-            if option in given and isinstance(value, plain)
-        )
-
-    def _placed(self, text: str, place: str) -> str:
-        inside = place if self.kind.__name__ in BARE else f"{place}.init_args"
-        for prefix in (self.kind.__name__, place, place.rpartition(".")[2]):
-            text = text.removeprefix(f"{prefix}: ")
-        return _with_path(text, inside, self.options) or f"{place}: {text}"
+        self.error = error
 
 
-def _with_path(text: str, inside: str, options: Mapping[str, Any]) -> str:
-    """Write the path of the first option that a sentence names ahead of it; empty if it names none."""
-    if text.startswith(f"{inside}."):
-        return text
+def _told(kind: Any, options: Mapping[str, Any], error: Exception) -> Exception:
+    """Return a constructor's error as a sentence with the option's path; a bug is returned unchanged."""
+    configuration = _CONFIGURATION.get()
+    is_ours = kind.__module__.startswith("fl_lightning")
+    text = next((str(e) for e in causes(error) if isinstance(e, _TOLD_IN_A_SENTENCE)), None)
+    if text is None and isinstance(error, _OF_OURS if is_ours else _OF_CONSTRUCTORS):
+        is_import = isinstance(error, ImportError)
+        text = f"{'' if is_import else f'{kind.__name__} refuses its options: '}{error}"
+    if configuration is None or text is None:
+        return error
+    there = (path for path, spec in specs(configuration) if _describes(spec, kind, options))
+    place = next(there, "")
+    told = ConfigurationError(shortened(_placed(text, place, kind, options) if place else text))
+    told.__cause__ = error
+    return told
+
+
+def _describes(spec: Namespace, kind: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a namespace names a class with these options."""
+    name = spec.get("class_path")
+    given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
+    is_kind = options.keys() == given.keys() if name is None else imported(name) is kind
+    plain = (int, float, str, bool, type(None))  # other values were built from the given ones
+    return is_kind and all(
+        repr(given.get(option)) == repr(value)
+        for option, value in options.items()
+        if option in given and isinstance(value, plain)
+    )
+
+
+def _placed(text: str, place: str, kind: Any, options: Mapping[str, Any]) -> str:
+    """Write the path of the first option that a sentence names ahead of it, and its value behind, if it lacks."""
+    inside = place if kind in (*BARE, Trainer) else f"{place}.init_args"
+    for prefix in (kind.__name__, place, place.rpartition(".")[2]):
+        text = text.removeprefix(f"{prefix}: ")
     option = next((word for word in re.findall(r"\w+", text) if word in options), None)
     if option is None:
-        return ""
+        return f"{place}: {text}"
+    value = options[option]
+    is_said = value is None or str(value) in text or kind.__module__.startswith("fl_lightning")
+    if not (is_said or " object at " in str(value)):
+        text = f"{text.rstrip('.')}, got {value}"
+    if text.startswith(f"{inside}."):
+        return text
     text = text.removeprefix(f"{option}: ")
-    joint = "." if text.startswith(f"{option} ") else f".{option}: "
-    return f"{inside}{joint}{text}"
+    return f"{inside}{'.' if text.startswith(f'{option} ') else f'.{option}: '}{text}"
 
 
 # words ahead of Lightning's own message, where that lacks the option's name or the allowed values
@@ -137,56 +137,30 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
         raise
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         start = next((words for said, words in _ADDED if str(error).startswith(said)), "")
-        said = f"{start}{error}"
-        text = _with_path(said, "trainer", options) or f"trainer: {said}"
-        named = re.match(r"trainer\.(\w+)", text)
-        value = str(options[named[1]]) if named and named[1] != "callbacks" else ""
-        given = "" if value in text else f", got {value}"
-        raise ConfigurationError(f"{shortened(text).rstrip('.')}{given}") from error
+        text = _placed(f"{start}{error}", "trainer", Trainer, options)
+        raise ConfigurationError(shortened(text)) from error
 
 
 def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
     """Build an object for the parser; an error of its constructor is not taken for a failed type of a union."""
     try:
-        # inside unions of protocols the parser accepts some values of the wrong kind
-        if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
-            for value in filter(is_spec, options.values()):
-                _build_anew(value)
-            check_kinds(kind.__init__, options)
         return build(*args, **options)
     except Exception as error:
-        if isinstance(error, TypeError) and _unknown_option(kind, options) is not None:
+        if isinstance(error, TypeError) and not _takes(kind, options):
             raise  # the options are those of another type of a union
-        refusal, configuration = Refusal(kind, options, error), _CONFIGURATION.get()
-        if _IS_BUILDING.get():
-            raise refusal from error
-        if configuration is None or (told := refusal.as_error(configuration)) is error:
-            raise
-        raise told from error  # of a factory that a module or the federation has called
+        told = _told(kind, options, error)
+        # outside, a factory that a module or the federation has called
+        raise Refusal(told) if _IS_BUILDING.get() else told  # noqa: B904 - it has its cause
 
 
-def _unknown_option(kind: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the first option that a constructor has no parameter for; None if it takes all."""
+def _takes(kind: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a constructor has a parameter for each option."""
     try:
         parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):
-        return next(iter(options), None)
+        return False
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return None if takes_any else next((name for name in options if name not in parameters), None)
-
-
-def _build_anew(spec: Any) -> None:
-    """Build the object that a mapping describes, to raise the error that the parser has swallowed."""
-    given = dict_to_namespace(dict(spec))
-    kind, options = imported(given.class_path), {**vars(given.get("init_args") or given)}
-    options.pop("class_path", None)
-    if kind is None:
-        return
-    if (unknown := _unknown_option(kind, options)) is not None:
-        hint = close_to(unknown, [*inspect.signature(kind).parameters])
-        said = f"{unknown}: {unknown!r} is not accepted by {kind.__name__}. {hint}"
-        raise Refusal(kind, options, ConfigurationError(said))
-    _built(kind, kind, (), options)
+    return takes_any or options.keys() <= parameters.keys()
 
 
 def _build(kind: Any, /, *args: Any, **options: Any) -> Any:
@@ -199,15 +173,32 @@ add_instantiator(_build, object)  # type: ignore[arg-type]
 class Parser(LightningArgumentParser):
     """Lightning's parser, with each error as one sentence."""
 
+    # class or function inside a configuration whose options these are; None for a command line's parser
+    owner: Any = None
+
+    @override
+    def add_class_arguments(self, class_type: Any, nested_key: Any = None, **options: Any) -> Any:
+        """Add the options of a class; jsonargparse makes a parser for each class in a configuration."""
+        self._keep_owner(class_type, nested_key)
+        return super().add_class_arguments(class_type, nested_key, **options)
+
+    @override
+    def add_function_arguments(self, function: Any, nested_key: Any = None, **options: Any) -> Any:
+        """Add the options of a function, which may build an object of a configuration."""
+        self._keep_owner(function, nested_key)
+        return super().add_function_arguments(function, nested_key, **options)
+
+    def _keep_owner(self, owner: Any, nested_key: Any) -> None:
+        if nested_key is None and not self.exit_on_error:
+            self.owner = owner
+
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the error as one sentence and exit with code 2."""
-        if not self.exit_on_error:  # a parser inside the parser, trying one of several types
-            super().error(message, ex)
-        inner = self._subcommands_action.choices.values() if self._subcommands_action else ()
-        options = {name for parser in (self, *inner) for name in parser._option_string_actions}
-        told = sentence(message, sorted(name.lstrip("-") for name in options))
-        print(in_lines(f"fl-lightning: {told}", sys.stderr), file=sys.stderr)
+        """Print the error as one sentence and exit with code 2; in a class's parser raise it."""
+        told = sentence(message, self, self.owner)
+        if not self.exit_on_error:
+            super().error(without_marks(told) if self.owner is None else told, ex)
+        print(in_lines(f"fl-lightning: {without_marks(told)}", sys.stderr), file=sys.stderr)
         sys.exit(2)
 
     @override
@@ -243,10 +234,10 @@ class Parser(LightningArgumentParser):
         try:
             return super().instantiate(namespace, *args, **kwargs)
         except Refusal as refused:
-            cause, error = refused.error, refused.as_error(configuration)
+            error = refused.error
         finally:
             _IS_BUILDING.reset(token)
-        raise error from (None if error is cause else cause)
+        raise error
 
 
 def explain(error: BaseException) -> str | None:

@@ -185,10 +185,6 @@ class FederatedCLI(LightningCLI):
             check_range("num_threads", config.num_threads, "from 1 to 1024")
             torch.set_num_threads(config.num_threads)
         self._run: EarlierRun | None = None
-        if isinstance(config.trainer, list):
-            raise ConfigurationError(
-                f"trainer must be options by name, got {config.trainer}: write trainer: {{max_epochs: 3}}"
-            )
         if self._is_dry:
             self._leave_nothing(config)
         is_evaluation = self.subcommand in ("validate", "test", "predict")

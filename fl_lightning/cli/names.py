@@ -154,7 +154,8 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
         if match and match["module"].partition(".")[0] in _KNOWN:
             defined = names_in(match["module"])
             if defined is not None and match["name"] not in defined:
-                raise ConfigurationError(no_such_class(path, match["module"], match["name"]))
+                said = no_such_class(match["module"], match["name"])
+                raise ConfigurationError(f"{path}: {said}{where_listed(path)}")
         elif is_known and name[:1].isupper() and name.isidentifier():
             _check_short(path, name)
 
@@ -180,10 +181,10 @@ def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, content
 
 
-def no_such_class(path: str, module: str, name: str) -> str:
+def no_such_class(module: str, name: str) -> str:
     """Return the error message for a class that does not exist in the named module."""
     hint = did_you_mean(name, {each: f"{module}.{each}" for each in names_in(module) or ()})
-    return f"{path}: module {module!r} has no attribute {name!r}. {hint}{where_listed(path)}"
+    return f"module {module!r} has no attribute {name!r}. {hint}"
 
 
 def _check_short(path: str, name: str) -> None:
@@ -192,8 +193,7 @@ def _check_short(path: str, name: str) -> None:
     hint = did_you_mean(name, known)
     if hint and name not in known:
         raise ConfigurationError(
-            f"{path} must be a class, with class_path and init_args, got {name}. "
-            f"{hint}{where_listed(path)}"
+            f"{path} must name a class, got {name}. {hint}{where_listed(path)}"
         )
 
 

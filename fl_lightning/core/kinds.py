@@ -24,7 +24,8 @@ from typing_extensions import get_protocol_members, is_protocol
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.public_names import exported, public_paths
 
-_IN_WORDS = {
+# built-in types in a message
+IN_WORDS: Mapping[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "True or False",
@@ -116,40 +117,28 @@ write rounds=3
         raise ConfigurationError("\n".join(problems))
 
 
-def accepts(function: Callable[..., Any], option: str, name: str) -> bool:
-    """Return whether an option may take objects of an exported class.
-
-    Args:
-        function: function with annotations, such as a constructor.
-        option: name of the parameter; True for one without a readable annotation.
-        name: short name of the class.
-    """
-    allowed = _allowed(function).get(option)
-    return allowed is None or _is_accepted(name, allowed)
-
-
 @cache
 def _allowed(function: Callable[..., Any]) -> Mapping[str, tuple[Any, ...]]:
     try:
         hints = get_type_hints(function)
     except NameError:  # of a type that only type checkers import
         return {}
-    return {name: tuple(_alternatives(hint)) for name, hint in hints.items()}
+    return {name: tuple(alternatives(hint)) for name, hint in hints.items()}
 
 
-def _alternatives(hint: Any) -> Iterator[Any]:
+def alternatives(hint: Any) -> Iterator[Any]:
     """Yield the types of a union, also of nested unions."""
     if get_origin(hint) not in (Union, UnionType):
         yield hint
         return
     for part in get_args(hint):
-        yield from _alternatives(part)
+        yield from alternatives(part)
 
 
 def _problem(name: str, value: Any, allowed: Sequence[Any]) -> str | None:
     if any(_fits(value, each) for each in allowed):
         return None
-    words = list(dict.fromkeys(map(_in_words, allowed)))
+    words = list(dict.fromkeys(map(in_words, allowed)))
     got = _shown(value)
     if got == _of_class(value):  # else the value itself tells why
         lacks = (n for kind in allowed for n in _methods(get_origin(kind) or kind))
@@ -171,9 +160,9 @@ def _fits(value: Any, hint: Any) -> bool:
     for kinds, fits in _PLAIN_VALUES:
         if isinstance(value, kinds):
             return fits(type(value), plain)
-    if isinstance(value, (list, tuple)) and (inner := _entries(hint)):
+    if isinstance(value, (list, tuple)) and (inner := entries(hint)):
         some = islice(value, _MOST_ENTRIES)
-        return all(any(_fits(each, one) for one in _alternatives(inner[0])) for each in some)
+        return all(any(_fits(each, one) for one in alternatives(inner[0])) for each in some)
     if not is_protocol(plain) and isinstance(value, plain):
         return True
     # for a class of another package, only built-in containers are known not to fit
@@ -182,7 +171,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return all(hasattr(value, name) for name in needed) and not (is_pythons and not needed)
 
 
-def _entries(hint: Any) -> tuple[Any, ...]:
+def entries(hint: Any) -> tuple[Any, ...]:
     """Return the type arguments of a list or sequence; empty for other types."""
     is_list = get_origin(hint) in (list, Sequence) or get_args(hint)[1:] == (...,)
     return get_args(hint) if is_list else ()
@@ -211,14 +200,21 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
 )
 
 
-def _in_words(hint: Any) -> str:
+def in_words(hint: Any, words: Mapping[Any, str] = IN_WORDS) -> str:
+    """Describe a type in a message, such as ``a list (each entry a whole number)``.
+
+    Args:
+        hint: the type.
+        words: descriptions of single types; others are described by their name.
+    """
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
     plain = get_origin(hint) or hint
-    if inner := _entries(hint):
-        return f"a list (each entry {' or '.join(map(_in_words, _alternatives(inner[0])))})"
+    if inner := entries(hint):
+        each = dict.fromkeys(in_words(one, words) for one in alternatives(inner[0]))
+        return f"a list (each entry {' or '.join(each)})"
     name = getattr(plain, "__name__", str(plain))
-    return _IN_WORDS.get(plain, f"{'an' if name[0] in 'AEIO' else 'a'} {name}")
+    return words.get(plain, f"{'an' if name[0] in 'AEIO' else 'a'} {name}")
 
 
 def _shown(value: Any) -> str:
@@ -234,13 +230,13 @@ def _of_class(value: Any) -> str:
     return f"an object of the class {type(value).__name__}"
 
 
-def _is_accepted(name: str, allowed: Sequence[Any]) -> bool:
+def is_accepted(name: str, allowed: Sequence[Any]) -> bool:
     """Return whether objects of an exported class may fit one of the types; base classes decide."""
     package, _, name = public_paths()[name].rpartition(".")
     found = getattr(import_module(package), name)
-    inner = [one for kind in allowed for entry in _entries(kind) for one in _alternatives(entry)]
+    inner = [one for kind in allowed for entry in entries(kind) for one in alternatives(entry)]
     kinds = [get_origin(kind) or kind for kind in (*allowed, *inner)]
-    bases = [kind for kind in kinds if inspect.isclass(kind) and kind not in _IN_WORDS]
+    bases = [kind for kind in kinds if inspect.isclass(kind) and kind not in IN_WORDS]
     are_classes = inspect.isclass(found) and not any(map(is_protocol, bases))
     return not are_classes or any(issubclass(found, base) for base in bases)
 
@@ -249,8 +245,8 @@ def _instead(name: str, value: Any, allowed: Sequence[Any]) -> str:
     """Return the call that the user should write, or "" if unknown."""
     if inspect.isclass(value):
         return f": write {name}={value.__name__}(…)"
-    is_list = any(map(_entries, allowed))
-    if isinstance(value, str) and value in public_paths() and _is_accepted(value, allowed):
+    is_list = any(map(entries, allowed))
+    if isinstance(value, str) and value in public_paths() and is_accepted(value, allowed):
         package = public_paths()[value].rpartition(".")[0]
         made = f"[{value}(…)]" if is_list else f"{value}(…)"
         return f": write {name}={made}, from {package} import {value}"

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from argparse import ArgumentError
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import typed
 import yaml
 from jsonargparse._parameter_resolvers import get_signature_parameters
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 import fl_lightning
@@ -29,7 +31,6 @@ from fl_lightning.cli.checks import imported
 from fl_lightning.cli.errors import Parser, built_trainer
 from fl_lightning.cli.help import COMMANDS, GROUPS
 from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
-from fl_lightning.cli.parser_messages import sentence
 from fl_lightning.core.public_names import PACKAGES, exported, public_paths
 from fl_lightning.core.yaml_files import read
 from fl_lightning.data import IID, Digits
@@ -239,7 +240,7 @@ def test_a_short_name_for_an_option_of_somebody_elses_is_none_of_ours(capsys, mo
     with pytest.raises(SystemExit):
         FederatedCLI(ImageClassifier, run=False, args=words)
     said = " ".join(capsys.readouterr().err.split())
-    assert "data.init_args.partition must be a class" in said
+    assert "data.init_args.partition must be a LightningDataModule" in said
     assert ("the class that OwnData takes" in said, "Did you mean" in said) == (True, False)
 
 
@@ -266,7 +267,10 @@ def test_a_short_name_for_an_option_of_somebody_elses_is_none_of_ours(capsys, mo
                     "aggregator": {"class_path": "Bucketing", "init_args": {"rule": "Mean"}}
                 }
             },
-            "got Mean. Did you mean fl_lightning.server.Median?",
+            (
+                "must be a RobustRule, got Mean. Give a class by class_path, and its options by init_args. "
+                "Did you mean fl_lightning.server.Median?"
+            ),
         ),
     ],
 )
@@ -286,70 +290,110 @@ def test_a_number_of_devices_is_refused_with_the_allowed_ones():
         built_trainer(lambda: Trainer(**options), options)
 
 
-def message(option, value, *reasons):
-    """Return what the parser says of a value: the option, and the error of each type that it tried."""
-    lines = [f'Parser key "{option}":', "  Errors:", *(f"    - {reason}" for reason in reasons)]
-    return "\n".join([*lines, "    - Expected a <class 'NoneType'>", f"  Given value: {value}"])
+@pytest.fixture(scope="module")
+def of_a_run():
+    """A parser with the blocks of a run."""
+    parser = Parser(allow_abbrev=False)
+    parser.add_argument("--federation", type=Federation | None, default=None)
+    parser.add_subclass_arguments(LightningDataModule, "data", required=False)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.add_argument("--num_threads", type=PositiveInt | None, default=None)
+    parser.add_argument("--batch_size", type=PositiveInt, default=1)
+    parser.add_argument("--lr", type=float | None, default=None)
+    return parser
 
 
-SOURCE_OF_DATA = """\
-Parser key "data":
-  Errors:
-    - Problem with given class_path 'fl_lightning.FederatedDataModule':
-        Parser key "source":
-          - Expected a path but Digit either not accessible or invalid
-          - Expected a dot import path string: Digit"""
-DOTTED = "Expected a dot import path string: "
+COHORT = "--federation.cohort=fl_lightning.UniformCohort"
+BUCKETING = "--federation.aggregator=fl_lightning.server.Bucketing"
+DATA_MODULE = "--data=fl_lightning.FederatedDataModule"
+CLASS = "Give a class by class_path, and its options by init_args."
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("words", "says"),
     [
+        (["--num_threads=many"], "num_threads must be a whole number above 0 or null, got many"),
+        (["--batch_size=many"], "batch_size must be a whole number above 0"),
+        (["--lr=x"], "lr must be a number or null, got x"),
+        (["--lrr=1"], "lrr: 'lrr' is not accepted, got 1. Did you mean 'lr'?"),
         (
-            message(
-                "federation.updates",
-                "['TopK(0.1)']",
-                "Unexpected import path format: TopK(0.1)",
-            ),
+            ["--trainer.max_epoch=1"],
+            "trainer.max_epoch: 'trainer.max_epoch' is not accepted, got 1. Did you mean",
+        ),
+        (
+            ["--federation.updates=['TopK(0.1)']"],
             (
-                "federation.updates must be a list of classes, each with class_path and init_args or null, "
-                "got ['TopK(0.1)']. Did you mean fl_lightning.updates.TopK?"
+                "federation.updates must be a list (each entry a Transform or an ErrorFeedback) or null, got "
+                f"['TopK(0.1)']. {CLASS} Did you mean fl_lightning.updates.TopK?"
             ),
         ),
         (
-            SOURCE_OF_DATA,
+            ["--federation.engine=fast"],
+            "federation.engine must be one of 'auto', 'sequential', 'slots', got fast",
+        ),
+        (
+            [COHORT, "--federation.cohort.fraction=abc"],
+            "federation.cohort.init_args.fraction must be a number or null, got abc",
+        ),
+        (
+            [COHORT, "--federation.cohort.fractoin=0.5"],
             (
-                "data.init_args.source must be a class, with class_path and init_args, got Digit. "
-                "Did you mean fl_lightning.data.Digits?"
+                "federation.cohort.init_args.fractoin: 'fractoin' is not accepted by UniformCohort. "
+                "Did you mean 'fraction'?"
             ),
         ),
         (
-            message("trainer.callbacks", "EarlyStoping", f"{DOTTED}EarlyStoping"),
-            "Did you mean lightning.pytorch.callbacks.EarlyStopping?",
+            [BUCKETING, "--federation.aggregator.rule=Mean"],
+            "federation.aggregator.init_args.rule must be a",
+        ),
+        ([BUCKETING], "federation.aggregator.init_args.rule is required by Bucketing"),
+        (
+            ["--federation.cohort.fraction=0.5"],
+            (
+                "federation.cohort.fraction: got 0.5, but no class: give cohort one first. "
+                "--federation.cohort.help lists the classes."
+            ),
         ),
         (
-            message("data.partition", "Dirichlet", f"{DOTTED}Dirichlet"),
+            ["--federation.cohort=fl_lightning.ImageClassifier"],
+            f"federation.cohort must be a Cohort or null, got fl_lightning.ImageClassifier. {CLASS}",
+        ),
+        (
+            [DATA_MODULE, "--data.source=Digit"],
+            (
+                f"data.init_args.source must be a LightningDataModule, got Digit. {CLASS} Did you mean "
+                "fl_lightning.data.Digits? --data.source.help lists the classes."
+            ),
+        ),
+        (
+            [DATA_MODULE, "--data.partition=Dirichlet"],
             (
                 "Did you mean fl_lightning.data.DirichletPerClass or fl_lightning.data.DirichletPerClient "
                 "or fl_lightning.data.DirichletSizes?"
             ),
         ),
         (
-            message("num_threads", "many", "Not of type PositiveInt: invalid literal for int()"),
-            "num_threads must be a whole number above 0 or null, got many",
-        ),
-        (
-            'Parser key "configs": Not of type Path_fr: File does not exist: no.yaml',
-            "configs: File does not exist: no.yaml. See --help for the options.",
-        ),
-        (
-            message("model.lr", "x", "Expected a <class 'float'>. Got value: x"),
-            "model.lr must be a number or null, got x",
+            ["--trainer.callbacks=EarlyStoping"],
+            "Did you mean lightning.pytorch.callbacks.EarlyStopping?",
         ),
     ],
 )
-def test_what_the_parser_says_is_told_in_a_sentence(message, says):
-    assert says in sentence(message)
+def test_what_the_parser_says_is_told_in_a_sentence(words, says, of_a_run, capsys):
+    with pytest.raises(SystemExit) as end:
+        of_a_run.parse_args(words)
+    said = capsys.readouterr().err
+    assert (end.value.code, len(said.splitlines())) == (2, 1)
+    assert says in said
+
+
+def test_a_parser_of_somebody_elses_raises_the_sentence():
+    parser = Parser(exit_on_error=False)
+    parser.add_argument("--federation", type=Federation | None, default=None)
+    with pytest.raises(ArgumentError) as refused:
+        parser.parse_args([COHORT, "--federation.cohort.fraction=abc"])
+    assert str(refused.value) == (
+        "federation.cohort.init_args.fraction must be a number or null, got abc"
+    )
 
 
 def test_names_of_classes_of_other_modules_are_left_to_the_parser():

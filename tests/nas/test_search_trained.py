@@ -152,7 +152,7 @@ def test_what_a_search_over_cells_leaves_trains_by_itself():
     ("words", "says"),
     [
         (["--ckpt_path=none.ckpt"], "there is no file 'none.ckpt'"),
-        (["--ckpt_path=none.ckpt", "--config", ONE_SHOT], "none.ckpt does not exist"),
+        (["--ckpt_path=none.ckpt", "--config", ONE_SHOT], "there is no file 'none.ckpt'"),
         (["--config", ONE_SHOT], "give --ckpt_path as well"),
         (["--ckpt_path=ONE", "--space=darts"], "space: with --ckpt_path it is the configuration's"),
         (["--ckpt_path=ONE", "--score=synflow"], "synflow is of untrained networks"),

@@ -28,12 +28,12 @@ _SEVERAL = {
 }
 
 
-def add_commands(parser: ArgumentParser, make: Callable[..., ArgumentParser]) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the subcommands of ``network`` to a parser."""
     commands = parser.add_subcommands(dest="action", required=True)
     for name, function in _COMMANDS.items():
         description = str(function.__doc__).splitlines()[0]
-        own = make(prog=f"fl-lightning network {name}", description=description)
+        own = type(parser)(prog=f"fl-lightning network {name}", description=description)
         own.add_function_arguments(function, as_group=False, skip={"options", *_SEVERAL})
         for option in _SEVERAL.keys() & function.__annotations__.keys():
             text, required = _SEVERAL[option]
@@ -184,7 +184,7 @@ def run(
     from fl_lightning.flower.network.serving import control_of
 
     # sites have devices of their own
-    configuration = resolve([*_configs(config), *options, "--trainer.devices=1"])
+    configuration = resolve([*_words(config), *options, "--trainer.devices=1"])
     for name in _own_modules(configuration):
         _say(
             f"sites:   {name} is a module of this folder: each site must have it installed, and allow"
@@ -248,7 +248,7 @@ def demo(
     from fl_lightning.cli.network.demo import compared_demo
     from fl_lightning.flower.network.folder import parse_sites
 
-    compared_demo([*_configs(config), *options], parse_sites(sites), rounds, _say)
+    compared_demo([*_words(config), *options], parse_sites(sites), rounds, _say)
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
@@ -256,13 +256,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-def _configs(paths: Sequence[str]) -> list[str]:
-    """Return the ``--config`` words of a fit's command line, with absolute paths.
-
-    Raises:
-        ConfigurationError: if a file does not exist.
-    """
-    for path in paths:
-        if not Path(path).is_file():
-            raise ConfigurationError(f"config: there is no file {path}")
-    return [f"--config={Path(path).absolute()}" for path in paths]
+def _words(config: Sequence[str]) -> list[str]:
+    """Return the ``--config`` words of a fit's command line."""
+    return [f"--config={path}" for path in config]

@@ -22,7 +22,7 @@ from fl_lightning.cli.latency import (
     networks_of,
     show_progress,
 )
-from fl_lightning.cli.search.trained import Resolve, Trained, Validate, look_at
+from fl_lightning.cli.search.trained import Trained, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
 from fl_lightning.nas.cost.latency import LatencyTable
@@ -126,25 +126,19 @@ def _add_list(group: Any, *names: str, text: str) -> None:
     group.add_argument(*names, action="append", type=str, default=[], help=text)
 
 
-def search(
-    given: Any, *, options: Sequence[str], defaults: Any, validate: Validate, resolve: Resolve
-) -> None:
+def search(given: Any, *, options: Sequence[str]) -> None:
     """Run the command.
 
     Args:
         given: the parsed options of the command.
         options: words after ``--``, options of a supernet's configuration.
-        defaults: default values of the command's options.
-        validate: function that runs a command line with additional callbacks.
-        resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
     check_seed("search", given.seed)
     if given.config or given.ckpt_path is not None:
-        look = partial(_search_trained, given)
-        look_at(given, defaults, options, look, validate=validate, resolve=resolve)
+        look_at(given, options, partial(_search_trained, given))
         return
     if options:
         raise ConfigurationError(

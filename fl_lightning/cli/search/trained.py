@@ -16,17 +16,13 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from fl_lightning.cli.commands import parser_of, resolve, run_lightning
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import CONFIG, differences, run_of, visiting
+from fl_lightning.federation import CONFIG, EarlierRun, differences, run_of, visiting
 from fl_lightning.nas.one_shot import OneShot
 from fl_lightning.nas.spaces.space import Networks
 from fl_lightning.nas.sub_networks.evaluation import SubNetworkScore, TrainingExamples
 from fl_lightning.nas.supernet import Supernet
-
-# runs a command line of Lightning with additional callbacks
-Validate = Callable[[list[str], Sequence[Callback]], None]
-# from the words of a fit's command line to its configuration as YAML
-Resolve = Callable[[Sequence[str]], str]
 
 # options that a trained supernet's configuration determines
 _NOT_GIVEN = ("space", "side", "in_channels", "num_classes", "channels", "cells", "images", "table")
@@ -51,39 +47,39 @@ class Trained:
     run: Mapping[str, Any]
 
 
-def look_at(
-    given: Any,
-    defaults: Any,
-    options: Sequence[str],
-    look: Callable[[Trained], None],
-    *,
-    validate: Validate,
-    resolve: Resolve,
-) -> None:
+def look_at(given: Any, options: Sequence[str], look: Callable[[Trained], None]) -> None:
     """Load the supernet that the options of ``search`` name, and call a function with it.
 
     Args:
         given: parsed options of the command.
-        defaults: default values of these options.
         options: further words of a fit's command line.
         look: function that is called once, with the loaded supernet.
-        validate: function that runs a command line with additional callbacks.
-        resolve: function from the words of a fit's command line to the complete configuration as YAML.
 
     Raises:
         ConfigurationError: if there is no such supernet, or there are no validation examples.
     """
-    _check_options(given, defaults)
-    words = [word for path in _files(given) for word in ("--config", path)]
+    _check_options(given)
+    if not Path(given.ckpt_path).is_file():
+        raise ConfigurationError(f"ckpt_path: there is no file {given.ckpt_path!r}")
+    own = run_of(Path(given.ckpt_path))
+    files = given.config or ([] if own is None else [str(own.folder / CONFIG)])
+    if not files:
+        raise ConfigurationError(
+            f"ckpt_path: the run that wrote {given.ckpt_path} has left no {CONFIG} beside it: give its "
+            "configuration with --config"
+        )
+    words = [word for path in files for word in ("--config", path)]
     run = yaml.safe_load(resolve([*words, *options]))
-    _check_space(given.ckpt_path, run)
+    if own is not None:
+        _check_space(own, run)
     looking = _Looking(run, look)
     here = [
         *("--trainer.devices=1", "--trainer.strategy=auto", "--trainer.num_nodes=1"),
         *("--trainer.logger=false", "--trainer.enable_progress_bar=false", "--verbose=false"),
     ]
     try:
-        validate(["validate", *words, *options, f"--ckpt_path={given.ckpt_path}", *here], [looking])
+        words = ["validate", *words, *options, f"--ckpt_path={given.ckpt_path}", *here]
+        run_lightning(words, [looking], keeps_configuration=False)
     except RuntimeError as error:
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise
@@ -156,11 +152,12 @@ def _validation_batches(trainer: Trainer) -> Iterator[Any]:
         yield from islice(loader, None if most == math.inf else int(most))
 
 
-def _check_options(given: Any, defaults: Any) -> None:
+def _check_options(given: Any) -> None:
     if given.ckpt_path is None:
         raise ConfigurationError(
             "--config names a model, and a search scores a trained one: give --ckpt_path as well"
         )
+    defaults = parser_of("search").get_defaults()
     said = [name for name in _NOT_GIVEN if given[name] != defaults[name]]
     if said:
         raise ConfigurationError(
@@ -173,29 +170,12 @@ def _check_options(given: Any, defaults: Any) -> None:
         )
 
 
-def _files(given: Any) -> list[str]:
-    """Return the given configuration files, or else the one of the run that wrote the checkpoint."""
-    if given.config:
-        return list(given.config)
-    path = Path(given.ckpt_path)
-    if not path.is_file():
-        raise ConfigurationError(f"ckpt_path: there is no file {given.ckpt_path!r}")
-    own = path.parent.parent / CONFIG
-    if not own.is_file():
-        raise ConfigurationError(
-            f"ckpt_path: the run that wrote {given.ckpt_path} has left no {CONFIG} beside it: give its "
-            "configuration with --config"
-        )
-    return [str(own)]
-
-
-def _check_space(path: str, run: Mapping[str, Any]) -> None:
+def _check_space(own: EarlierRun, run: Mapping[str, Any]) -> None:
     """Raise if the configuration's space differs from that of the run that wrote the checkpoint."""
-    earlier = run_of(Path(path)) if Path(path).is_file() else None
-    found = [] if earlier is None else differences(earlier.config, run, ["model"])
+    found = differences(own.config, run, ["model"])
     of_space = [text for text in found if text.startswith(_OF_SPACE)]
-    if earlier is not None and of_space:
+    if of_space:
         raise ConfigurationError(
-            f"ckpt_path: {path} was trained on another space: {of_space[0]}. Search it with --config "
-            f"{earlier.folder / CONFIG}"
+            f"ckpt_path: {own.checkpoint} was trained on another space: {of_space[0]}. Search it with --config "
+            f"{own.folder / CONFIG}"
         )
