@@ -90,7 +90,7 @@ def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
 
 
 def without_marks(told: str) -> str:
-    """Return a sentence as it is shown."""
+    """Return a sentence without the marks of parsers, to be shown."""
     return shortened(told.replace(_PATH, "").replace(_END, ""))
 
 
