@@ -343,8 +343,8 @@ CLASS = "Give a class by class_path, and its options by init_args."
             ),
         ),
         (
-            [BUCKETING, "--federation.aggregator.rule=Mean"],
-            "federation.aggregator.init_args.rule must be a",
+            [BUCKETING, "--federation.aggregator.rule=Krumm"],
+            "federation.aggregator.init_args.rule must be a RobustRule, got Krumm.",
         ),
         ([BUCKETING], "federation.aggregator.init_args.rule is required by Bucketing"),
         (
