@@ -18,13 +18,13 @@ from functools import partial, wraps
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace, add_instantiator, dict_to_namespace
+from jsonargparse import Namespace, add_instantiator
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from fl_lightning.cli.checks import imported, is_spec, specs
+from fl_lightning.cli.checks import imported, specs
 from fl_lightning.cli.parser_messages import BARE, sentence, shortened, without_marks
 from fl_lightning.core.errors import (
     CheckpointFailure,
@@ -35,7 +35,7 @@ from fl_lightning.core.errors import (
 )
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.federation import ProcessTraceback
-from fl_lightning.reports.layout import close_to, in_lines
+from fl_lightning.reports.layout import in_lines
 
 _TOLD_IN_A_SENTENCE = (
     *(CheckpointFailure, ClientFailure, ConfigurationError, MisconfigurationException),
@@ -147,40 +147,24 @@ def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
     try:
         # inside unions of protocols the parser accepts some values of the wrong kind
         if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
-            for value in filter(is_spec, options.values()):
-                _build_anew(value)
             check_kinds(kind.__init__, options)
         return build(*args, **options)
     except Exception as error:
-        if isinstance(error, TypeError) and _unknown_option(kind, options) is not None:
+        if isinstance(error, TypeError) and not _takes(kind, options):
             raise  # the options are those of another type of a union
         told = _told(kind, options, error)
         # outside, a factory that a module or the federation has called
         raise Refusal(told) if _IS_BUILDING.get() else told  # noqa: B904 - it has its cause
 
 
-def _unknown_option(kind: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the first option that a constructor has no parameter for; None if it takes all."""
+def _takes(kind: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a constructor has a parameter for each option."""
     try:
         parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):
-        return next(iter(options), None)
+        return False
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return None if takes_any else next((name for name in options if name not in parameters), None)
-
-
-def _build_anew(spec: Any) -> None:
-    """Build the object that a mapping describes, to raise the error that the parser has swallowed."""
-    given = dict_to_namespace(dict(spec))
-    kind, options = imported(given.class_path), {**vars(given.get("init_args") or given)}
-    options.pop("class_path", None)
-    if kind is None:
-        return
-    if (unknown := _unknown_option(kind, options)) is not None:
-        hint = close_to(unknown, [*inspect.signature(kind).parameters])
-        said = f"{unknown}: {unknown!r} is not accepted by {kind.__name__}. {hint}"
-        raise Refusal(_told(kind, options, ConfigurationError(said)))
-    _built(kind, kind, (), options)
+    return takes_any or options.keys() <= parameters.keys()
 
 
 def _build(kind: Any, /, *args: Any, **options: Any) -> Any:

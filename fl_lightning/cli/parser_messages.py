@@ -36,6 +36,8 @@ _BLOCKS = {Federation: "federation.", FederatedDataModule: "data."}
 
 # around a sentence in the messages of outer parsers; the first one stands ahead of each path, too
 _PATH, _END = "\x02", "\x03"
+# where the whole path, which only the outermost parser knows, tells which help lists the classes
+_LISTED = "\x04"
 _SENTENCE = re.compile(f"{_PATH}[^{_END}]*{_END}")
 _OPTION = re.compile(r'Parser key "([^"]+)"')
 _VALUE = re.compile(
@@ -91,7 +93,8 @@ def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
 
 def without_marks(told: str) -> str:
     """Return a sentence without the marks of parsers, to be shown."""
-    return shortened(told.replace(_PATH, "").replace(_END, ""))
+    told = told.replace(_PATH, "").replace(_END, "")
+    return shortened(told.replace(_LISTED, where_listed(told.partition(" ")[0])))
 
 
 def _path_to(owner: Any) -> str:
@@ -128,19 +131,20 @@ def _of_name(message: str, owner: Any, options: Sequence[str]) -> str:
 
 def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
     """Return a sentence for a value of the wrong type, or an unknown class; empty without an option's type."""
-    path, name = f"{_path_to(owner)}{key}", f"{_BLOCKS.get(owner, '')}{key}"
+    path = f"{_path_to(owner)}{key}"
     if match := _NO_NAME.search(message):
-        return f"{path}: {no_such_class(match[1], match[2])}{where_listed(name)}"
+        return f"{path}: {no_such_class(match[1], match[2])}{_LISTED}"
     if match := _NO_MODULE.search(message):
         told = f"there is no module {match[1]!r}: it needs to be installed or spelt otherwise"
-        return f"{path}: {told}. {where_listed(name)}"
+        return f"{path}: {told}. {_LISTED}"
     if hint is None:
         return ""
     values = [value.partition(". Got value: ")[0] for value in _VALUE.findall(message)]
     given = values[-1] if values else None
     if nested := _NESTED.fullmatch(given or ""):
         told = f"got {nested[2]}, but no class: give {key} one first"
-        return f"{path}.{nested[1]}: {told}. {where_listed(name)}"
+        return f"{path}.{nested[1]}: {told}. {_LISTED}"
+    name = f"{_BLOCKS.get(owner, '')}{key}"
     return f"{path} must be {_allowed(name, hint, given, owner)}"
 
 
@@ -171,7 +175,7 @@ def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
     how = "Give a class by class_path, and its options by init_args"
     if spec and "." not in shown:
         how = f"A class needs its whole path here, my_module.{shown}"
-    return f"{told}. {how}. {_close_class(name, kinds, shown)}{where_listed(name)}"
+    return f"{told}. {how}. {_close_class(name, kinds, shown)}{_LISTED}"
 
 
 def _is_plain(kind: Any) -> bool:

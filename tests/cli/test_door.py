@@ -344,7 +344,10 @@ CLASS = "Give a class by class_path, and its options by init_args."
         ),
         (
             [BUCKETING, "--federation.aggregator.rule=Krumm"],
-            "federation.aggregator.init_args.rule must be a RobustRule, got Krumm.",
+            (
+                f"federation.aggregator.init_args.rule must be a RobustRule, got Krumm. {CLASS} "
+                "Did you mean fl_lightning.server.Krum? --federation.aggregator.help lists the classes."
+            ),
         ),
         ([BUCKETING], "federation.aggregator.init_args.rule is required by Bucketing"),
         (
