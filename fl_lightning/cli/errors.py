@@ -181,16 +181,20 @@ class Parser(LightningArgumentParser):
     owner: Any = None
 
     @override
-    def add_class_arguments(self, class_type: Any, nested_key: Any = None, **options: Any) -> Any:
+    def add_class_arguments(
+        self, class_type: Any, nested_key: Any = None, *rest: Any, **options: Any
+    ) -> Any:
         """Add the options of a class; jsonargparse makes a parser for each class in a configuration."""
         self._keep_owner(class_type, nested_key)
-        return super().add_class_arguments(class_type, nested_key, **options)
+        return super().add_class_arguments(class_type, nested_key, *rest, **options)
 
     @override
-    def add_function_arguments(self, function: Any, nested_key: Any = None, **options: Any) -> Any:
+    def add_function_arguments(
+        self, function: Any, nested_key: Any = None, *rest: Any, **options: Any
+    ) -> Any:
         """Add the options of a function, which may build an object of a configuration."""
         self._keep_owner(function, nested_key)
-        return super().add_function_arguments(function, nested_key, **options)
+        return super().add_function_arguments(function, nested_key, *rest, **options)
 
     def _keep_owner(self, owner: Any, nested_key: Any) -> None:
         if nested_key is None and not self.exit_on_error:

@@ -80,7 +80,7 @@ def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
     key = "" if option is None else option[1]
     inner = _SENTENCE.findall(message)
     if inner:  # of a parser inside this one, or already of this one
-        deepest = max(inner, key=lambda told: told.partition(" ")[0].count("."))
+        deepest: str = max(inner, key=lambda told: told.partition(" ")[0].count("."))
         return deepest.replace(_PATH, f"{_path_to(owner)}{key}.") if key else deepest
     kinds = {action.dest: getattr(action, "_typehint", None) for action in _actions(parser)}
     told = _of_name(message, owner, [*kinds]) or _of_value(message, key, kinds.get(key), owner)
