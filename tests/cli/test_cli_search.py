@@ -60,7 +60,7 @@ def test_the_next_command_can_be_pasted_into_a_shell(capsys):
     [
         (["search", "--space", "nas_bench_202"], "Did you mean 'nas_bench_201'"),
         (["search", *SMALL, "--strategy", "evolutoin"], "strategy must be one of 'random'"),
-        (["search", *SMALL, "--score", "synfolw"], "score must be one of 'synflow'"),
+        (["search", *SMALL, "--score", "synfolw"], "score must be one of synflow"),
         (["search", *SMALL, "--constraint", "flop<=1"], "constraint 'flop<=1': expected a cost"),
         (["search", *SMALL, "--constraint", "flops<=1"], "the closest has flops"),
         (["search", *SMALL, "--latency", "no.json"], "no.json cannot be read"),
