@@ -206,7 +206,8 @@ class EvaluationLogs:
         """Log a value; the arguments are those of `LightningModule.log`."""
         self._reduce(options)
         if self.batch is not None:
-            size = options.get("batch_size") or extract_batch_size(self.batch)
+            size = options.get("batch_size")
+            size = extract_batch_size(self.batch) if size is None else size
             # Lightning divides a whole number of examples by the number of processes and rounds down
             options["batch_size"] = float(size)
         self._log(name, value, *args, **options)
