@@ -55,7 +55,7 @@ CAPS = {
     "data": (6655, 30),
     "engines": (3858, 19),
     "experiments": (2657, 12),
-    "federation": (10677, 57),
+    "federation": (10678, 57),
     "flower": (7876, 38),
     "kernels": (1635, 11),
     "models": (1478, 8),
