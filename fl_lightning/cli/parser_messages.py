@@ -41,7 +41,9 @@ _LISTED = "\x04"
 _SENTENCE = re.compile(f"{_PATH}[^{_END}]*{_END}")
 _OPTION = re.compile(r'Parser key "([^"]+)"')
 _VALUE = re.compile(
-    r"(?:Given value|Got value|Expected a dot import path string|Unexpected import path format): (.*)"
+    r"(?:Given value: |Got value: |Expected a dot import path string: |Unexpected import path format: |"
+    r"Import path )(.*?)(?= does not correspond|$)",
+    re.MULTILINE,
 )
 _CLASS_PATH = re.compile(r"class_path['\"]?[=:] ?['\"]([\w.]+)")
 _NESTED = re.compile(r"NestedArg\(key='(.*?)', val='(.*?)'\)")
