@@ -55,6 +55,7 @@ _UNKNOWN = re.compile(
 _REQUIRED = re.compile(r"the following arguments are required: (.*)|Key \"([\w.]+)\" is required")
 _NO_NAME = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
+_NO_FILE = re.compile(r"Not of type Path_\w+: (.)(.*)")
 _YAML_WORDS: Mapping[Any, str] = {
     **IN_WORDS,
     bool: "true or false",
@@ -139,6 +140,8 @@ def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
     if match := _NO_MODULE.search(message):
         told = f"there is no module {match[1]!r}: it needs to be installed or spelt otherwise"
         return f"{path}: {told}. {_LISTED}"
+    if match := _NO_FILE.search(message):
+        return f"{path}: {match[1].lower()}{match[2]}. See --help for the options."
     if hint is None:
         return ""
     values = [value.partition(". Got value: ")[0] for value in _VALUE.findall(message)]

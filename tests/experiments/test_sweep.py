@@ -203,7 +203,7 @@ def test_processes_of_a_run_stop_together():
         ((), {"space": {}}, "there is nothing to search"),
         ((), {"seeds": [1, 1]}, "seeds must be different whole numbers"),
         (("--trials", "0"), {}, "trials must be a whole number"),
-        (("--sampler", "tep"), {}, "sampler must be one of tpe, random, grid"),
+        (("--sampler", "tep"), {}, "sampler must be one of 'tpe', 'random', 'grid'"),
         (("--storage", "mysqk://x/y"), {}, "storage: mysqk://x/y"),
         (("--", "--trainer.max_epochs=fast"), {}, "trainer.max_epochs must be a whole number"),
     ],
