@@ -112,7 +112,7 @@ def test_a_transformer_is_timms(elastic):
     timms = VisionTransformer(
         16, 4, num_classes=5, embed_dim=48, depth=2, num_heads=3, mlp_ratio=4, qkv_bias=True
     ).eval()
-    state = ours.state_dict()
+    state = {name.removeprefix("tokens."): value for name, value in ours.state_dict().items()}
     for number in range(2):
         for kind in ("weight", "bias"):
             names = [f"blocks.{number}.attn.{layer}.{kind}" for layer in ("query", "key", "value")]

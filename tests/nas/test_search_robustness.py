@@ -14,7 +14,7 @@ from test_one_shot import images as pictures
 from test_search_trained import SHORT
 from test_supernet import images, supernet
 from torch.utils.data import DataLoader, TensorDataset
-from toys import LoaderData, toy_trainer, weights
+from toys import LoaderData, toy_trainer, validating_trainer, weights
 
 from fl_lightning import FederatedDataModule, Federation
 from fl_lightning.cli import main
@@ -104,7 +104,7 @@ def test_clients_of_one_example_train_a_one_shot_network(capability):
     source = Images(DataLoader(pictures(12), batch_size=4))
     owners = [0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 3]
     datamodule = FederatedDataModule(source, partition=NaturalPartition(owners), seed=0)
-    trainer = toy_trainer(Federation(local_steps=2), max_epochs=2)
+    trainer = validating_trainer(Federation(local_steps=2), max_epochs=2)
     trainer.fit(module, datamodule=datamodule)
     assert all(p.isfinite().all() for p in module.state_dict().values())
     assert "val/accuracy" in trainer.callback_metrics

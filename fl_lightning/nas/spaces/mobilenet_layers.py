@@ -9,7 +9,7 @@ norm, because image size and channels change. So every layer has the same operat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import ClassVar, final
@@ -48,23 +48,30 @@ class MobileNetLayers(RowSpace):
     operations: ClassVar[tuple[str, ...]] = (*(f"k{k}e{e}" for k, e in BLOCKS), SKIP)
     none: ClassVar[int] = -1  # no layer can be left out: it would break the chain
 
-    sizes: MobileNet = field(default_factory=small_mobilenet)
+    sizes: MobileNet | None = None
 
     def __post_init__(self) -> None:
-        if self.sizes.resolutions:
+        object.__setattr__(self, "sizes", self.sizes or small_mobilenet())
+        if self.shapes.resolutions:
             raise ConfigurationError(
                 f"{self.name}: layers are chosen, not sides of images: leave sizes.resolutions empty"
             )
 
     @property
+    def shapes(self) -> MobileNet:
+        """Space that sets the sizes, given or by default."""
+        assert self.sizes is not None, "set at the start"
+        return self.sizes
+
+    @property
     def depth(self) -> int:
         """Number of layers per stage."""
-        return self.sizes.depths[-1]
+        return self.shapes.depths[-1]
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """One row per layer, stage by stage."""
-        stages = range(1, len(self.sizes.strides))
+        stages = range(1, len(self.shapes.strides))
         return tuple(
             Row(f"stage {stage}", layer, layer + 1)
             for stage in stages
@@ -119,7 +126,7 @@ class MobileNetLayers(RowSpace):
                 f"{self.name} has {self.depth} layers a stage, each with a decision of its own; got "
                 f"cells={cells}. Set cells to {self.depth}, or sizes.depths for another number"
             )
-        sizes = self.sizes if channels is None else _scaled(self.sizes, channels)
+        sizes = self.shapes if channels is None else _scaled(self.shapes, channels)
         shape = {"num_classes": num_classes, "in_channels": in_channels}
         pieces = sizes.pieces_of(sizes.largest, **shape)
         parts = {name: made(pieces[name]) for name in ("stem", "first")}
