@@ -89,6 +89,7 @@ class Ranged:
             ranges of base classes hold as well.
 
     Example:
+        >>> from dataclasses import dataclass
         >>> @dataclass
         ... class Clip(Ranged):
         ...     norm: float
