@@ -345,8 +345,8 @@ def test_an_architecture_of_another_space_is_refused():
             r"depths must be a list \(each entry a list \(each entry a whole",
         ),
         (lambda: MobileNet(swish=[1, 0]), r"swish must be a list \(each entry True or False\)"),
-        (lambda: MobileNetLayers(3), "sizes must be a MobileNet, got 3"),
-        (lambda: MobileNetLayers(TINY_VIT), "sizes must be a MobileNet, got ViT"),
+        (lambda: MobileNetLayers(3), "sizes must be a MobileNet or None, got 3"),
+        (lambda: MobileNetLayers(TINY_VIT), "sizes must be a MobileNet or None, got ViT"),
     ],
 )
 def test_spaces_that_make_no_sense(make, message):
