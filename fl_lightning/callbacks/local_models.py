@@ -68,7 +68,9 @@ class LocalModels(Stage):
 
     def begin(self, trainer: Trainer) -> None:
         """Set up the test set, and choose the path of the table."""
-        trainer.datamodule.setup("test")  # type: ignore[attr-defined]
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        data.setup("test")
+        self._examples = common_test_examples(trainer, data)
         folder = Path(run_folder(trainer))  # a collective operation: every process must call it
         keeps = trainer.logger is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._path = folder / TABLE if keeps else None
@@ -119,7 +121,7 @@ class LocalModels(Stage):
         evaluated = partial(
             evaluate_clients,
             *(trainer, data, "test"),
-            examples=common_test_examples(trainer, data),
+            examples=self._examples,
             is_shared=False,
         )
         found = evaluated(np.array(sorted(self._models), np.int64), having=self._loaded)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -171,6 +171,10 @@ class FederatedDataModule(ForwardingDataModule):
             rank_zero_warn(f"test: no examples are left to test on: {self.leakage}")
             return []
         examples = torch.from_numpy(self.held_out("test").indices).long()
+        rank_zero_info(
+            f"test set: the {len(examples):,} test examples of all clients together, because "
+            f"{type(self.source).__name__} has none of its own"
+        )
         batches: Any = [some for some in examples.split(self.batch_size) if len(some)]
         read: Any = self.evaluation_batch
         return DataLoader(batches, batch_size=None, collate_fn=read)

@@ -31,6 +31,17 @@ from fl_lightning.core.errors import ConfigurationError
 FIRST = "<first>"  # in a configuration: stands for the checkpoint of the first run
 BEFORE = "first"  # name of the first run, from whose checkpoint others start
 
+# Columns of the results: metrics of the best round, and bytes that all clients sent or received, with the metrics
+# that are summed, in rounds and once.
+BEST = " (best round)"
+BYTES = {
+    "bytes up": "round/total_bytes_up",
+    "calibration bytes up": "calibration/total_bytes_up",
+    "head bytes up": "head/total_bytes_up",
+    "bytes down": "round/total_bytes_down",
+}
+_COLUMNS = {"variant", "seed", "round", "best round", "seconds", "virtual seconds", *BYTES}
+
 # Not dict[str, Any]: with Any, the parser would add default options to the classes named inside.
 Difference: TypeAlias = dict
 
@@ -105,7 +116,11 @@ class Experiment:
         issues = []
         if bool(self.variants) == bool(self.grid):
             issues.append("give either variants or grid, name to difference")
-        columns = {"variant", "seed", "round", "seconds", *self.report, self.monitor}
+        columns = {
+            self.monitor,
+            *self.report,
+            *(f"{name}{BEST}" for name in self.report),
+        } | _COLUMNS
         if taken := sorted(columns & self.axes.keys()):
             issues.append(
                 f"axes of the grid must not have names of columns of the results: {', '.join(taken)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.experiment import Experiment, PlannedRun, Variant
+from fl_lightning.experiments.experiment import BEST, BYTES, Experiment, PlannedRun, Variant
 from fl_lightning.experiments.runs import seconds_of
 from fl_lightning.federation import logged_once
 from fl_lightning.reports.history import Curve, History
@@ -20,15 +20,6 @@ from fl_lightning.reports.layout import close_to
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
-
-BEST = " (best round)"
-# Columns of bytes that all clients sent or received, and the metrics that are summed: in rounds, and once.
-BYTES = {
-    "bytes up": "round/total_bytes_up",
-    "calibration bytes up": "calibration/total_bytes_up",
-    "head bytes up": "head/total_bytes_up",
-    "bytes down": "round/total_bytes_down",
-}
 
 
 @dataclass(frozen=True)
@@ -156,10 +147,12 @@ def over_axes(
     results: Sequence[RunResult], values: Series, axes: Mapping[str, Sequence[str]]
 ) -> DataFrame:
     """Arrange one value per variant over a grid, nan for none: the first axis down, the second across."""
+    import pandas
+
     (down, rows), (across, columns) = axes.items()
-    places = runs_table(results).drop_duplicates("variant").set_index("variant")
-    matrix = places.assign(**{"": values}).pivot(index=down, columns=across, values="")
-    return matrix.reindex(index=rows, columns=columns)
+    places = runs_table(results).drop_duplicates("variant")[[down, across]]
+    cells = values.set_axis(pandas.MultiIndex.from_frame(places))
+    return cells.unstack().reindex(index=rows, columns=columns)
 
 
 def head_and_rows(cells: DataFrame, corner: str = "variant") -> tuple[list[str], list[list[str]]]:

@@ -109,15 +109,19 @@ class RoundRecord:
         return self.means.reduced() | self.pooled
 
     def twins(self) -> set[str]:
-        """Return the names of the training loss, if the module logs the same values under another name."""
-        own = self.means.by_client(_LOSS)
-        names = (name for name in self.means.names if name != _LOSS and "loss" in name.lower())
-        others = map(self.means.by_client, names)
-        is_twin = any(
-            other.keys() == own.keys() and np.allclose([*other.values()], [*own.values()], atol=0)
-            for other in others
-        )
-        return {_LOSS, f"{_LOSS}_std"} if is_twin else set()
+        """Return the names of the training loss, if the module logs the same numbers under another name.
+
+        They are the same if the clients' values are, and the round's: that may be another mean, or a sum.
+        """
+        own, reduced = self.means.by_client(_LOSS), self.means.reduced()
+        for name in self.means.names:
+            other = self.means.by_client(name)
+            if name == _LOSS or "loss" not in name.lower() or other.keys() != own.keys():
+                continue
+            values, of_loss = [*other.values(), reduced[name]], [*own.values(), reduced[_LOSS]]
+            if np.allclose(values, of_loss, atol=0, equal_nan=True):
+                return {_LOSS, f"{_LOSS}_std"}
+        return set()
 
     def facts(self) -> dict[str, float]:
         """Return further metrics of the round: counts, norms, standard deviations over clients, bytes.

@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 NAME = "rounds.jsonl"
 IDS = "ids"
+_LOSS = "train/loss"
 
 Curve = dict[int, float]  # round to value
 
@@ -48,6 +51,13 @@ class RoundLine:
         if self.clients:
             line["clients"] = _finite(self.clients)
         return json.dumps(line)
+
+    def without_loss(self) -> RoundLine:
+        """Return the round without ``train/loss``."""
+        names = {_LOSS, f"{_LOSS}_std"}
+        metrics = {name: value for name, value in self.metrics.items() if name not in names}
+        clients = {name: values for name, values in self.clients.items() if name not in names}
+        return RoundLine(self.number, metrics, clients)
 
     @classmethod
     def of(cls, text: str) -> RoundLine:
@@ -83,6 +93,29 @@ class History:
     def names(self) -> list[str]:
         """Names of all metrics, in the order in which they first occur."""
         return list(dict.fromkeys(name for line in self.rounds for name in line.metrics))
+
+    @property
+    def unit(self) -> str:
+        """Word for the entries: rounds of a federation, or epochs of a central run."""
+        return "rounds" if any(name.startswith("round/") for name in self.names) else "epochs"
+
+    def without_twin(self) -> History:
+        """Return the history without ``train/loss`` if another loss has its numbers in every round.
+
+        So a loss that a module also logs itself is shown once, under the module's own name.
+
+        Example:
+            >>> numbers = {"train/loss": 0.5, "train/loss_std": 0.1, "loss": 0.5, "loss_std": 0.1}
+            >>> History([RoundLine(1, numbers)]).without_twin().names
+            ['loss', 'loss_std']
+        """
+        own, std = self.curve(_LOSS), self.curve(f"{_LOSS}_std")
+        has_twin = any(
+            _are_equal(self.curve(name), own) and _are_equal(self.curve(f"{name}_std"), std)
+            for name in self.names
+            if name != _LOSS and "loss" in name.lower() and std
+        )
+        return History([line.without_loss() for line in self.rounds]) if has_twin else self
 
     def curve(self, name: str) -> Curve:
         """Return the values of one metric by round; empty if it was not logged."""
@@ -132,6 +165,12 @@ def append(folder: Path, line: RoundLine) -> None:
     """Append a round to the history in a folder."""
     with (folder / NAME).open("a", encoding="utf-8") as file:
         file.write(f"{line.text()}\n")
+
+
+def _are_equal(one: Curve, other: Curve) -> bool:
+    """Return whether two curves have the same values, as far as single precision tells."""
+    values, others = [*one.values()], [*other.values()]
+    return one.keys() == other.keys() and np.allclose(values, others, atol=0, equal_nan=True)
 
 
 def _finite(value: Any) -> Any:

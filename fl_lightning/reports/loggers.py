@@ -146,7 +146,7 @@ def show_results(trainer: Trainer, folder: Path, history: History) -> None:
 
     last = {name: [*history.curve(name).values()][-1] for name in history.names}
     tests = {name: value for name, value in logged_once(folder).items() if is_of_test(name)}
-    shown = [name for name in last if name.split("/")[0] in ("val", "train")]
+    shown = [name for name in last if re.match("(val|train)[/_]", name)]
     metrics = {name: last[name] for name in shown[:_MOST_METRICS]}
     for board in boards(trainer):
         board.experiment.add_text("last round", table(last), trainer.global_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -51,12 +52,14 @@ class Page:
     def charts(self, panels: Mapping[str, Panel], folder: Path, prefix: str = "") -> None:
         """Add charts, panels by title, each in a cell; write each as PNG and SVG into a folder.
 
-        Files are named by prefix and title.
+        Files are named by prefix and title, with a number if two titles would have the same file.
         """
-        drawn = [
-            (title, write_chart(title, panel, folder / f"{prefix}{file_name(title)}"))
-            for title, panel in panels.items()
-        ]
+        drawn, numbers = [], Counter[str]()
+        for title, panel in panels.items():
+            name = file_name(title)
+            numbers[name] += 1
+            number = f"_{numbers[name]}" if numbers[name] > 1 else ""
+            drawn.append((title, write_chart(title, panel, folder / f"{prefix}{name}{number}")))
         self._add("charts", drawn)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], fold: str = "") -> None:

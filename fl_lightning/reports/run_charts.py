@@ -95,7 +95,7 @@ def _training(history: History) -> Section:
 
 def _clients(folder: Path) -> Section:
     panels: dict[str, Panel | None] = {}
-    for table in evaluated_clients(folder).values():
+    for stage, table in evaluated_clients(folder).items():
         owners = [f"client {client}" for client in table["client"]]
         names = [n for n in table.columns if n not in ("client", "num_examples")]
         for name in _best_first([n for n in names if not n.startswith("personal/")])[:2]:
@@ -105,7 +105,8 @@ def _clients(folder: Path) -> Section:
                 for kind, column in kinds.items()
                 if column in names
             }
-            panels[name] = distribution(groups, x=name)
+            # a module may log the same name in validation and test
+            panels[f"{name} ({stage})" if name in panels else name] = distribution(groups, x=name)
     caption = "The last global model on the examples that each client holds out."
     return "Clients at the end", caption, panels
 

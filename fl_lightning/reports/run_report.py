@@ -37,6 +37,7 @@ from fl_lightning.reports.progress import federation_of, progress_bar
 from fl_lightning.reports.run_charts import evaluated_clients, in_bytes, read_table, run_sections
 
 REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
+_RESUMED = ", resumed "
 
 
 class RunReport(Callback):
@@ -98,9 +99,15 @@ class RunReport(Callback):
         self._ahead = dict(trainer.callback_metrics)  # which a sanity check forgets
         if self._folder is not None:
             facts = provenance(trainer, pl_module)
-            before = _provenance(self._folder).get("date") if trainer.ckpt_path else None
-            if before is not None:
-                facts["date"] = f"{before.partition(', resumed')[0]}, resumed {facts['date']}"
+            before = _provenance(self._folder) if trainer.ckpt_path else {}
+            for name in before.keys() & {
+                "date",
+                "commit",
+                "versions",
+            }:  # which may change meanwhile
+                now = facts.get(name, "unknown")
+                if name == "date" or before[name].split(_RESUMED)[-1] != now:
+                    facts[name] = f"{before[name]}{_RESUMED}{now}"
             _keep_provenance(self._folder, facts)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,7 +132,7 @@ class RunReport(Callback):
         if self._folder is not None:
             facts = _provenance(self._folder)
             took = duration(time.monotonic() - self._began)
-            took += " since it was resumed" if "resumed" in facts.get("date", "") else ""
+            took += " since it was resumed" if _RESUMED in facts.get("date", "") else ""
             reason = why_it_stopped(trainer)
             took += f", stopped {reason}" if reason else ""
             _keep_provenance(self._folder, {"date": "", "duration": took, **facts})
@@ -173,7 +180,7 @@ class RunReport(Callback):
         try:
             with progress_bar(trainer, f"writing {REPORT}", 0):
                 write_report(folder)
-                show_results(trainer, folder, History.read(folder))
+                show_results(trainer, folder, History.read(folder).without_twin())
         except OSError as error:  # a full disk: the run itself is done
             rank_zero_warn(f"no {REPORT}: {error}")
             return
@@ -191,11 +198,7 @@ class RunReport(Callback):
             clients = _of_clients(federation.rounds, self.max_clients)
         logged = self._ahead | trainer.callback_metrics
         # what was logged in this round is another object than in the last one
-        new = {
-            name: float(value)
-            for name, value in logged.items()
-            if self._seen.get(name) is not value and name not in twins
-        }
+        new = {n: float(value) for n, value in logged.items() if self._seen.get(n) is not value}
         if not self._seen:
             begin(self._folder, number - 1)
         if self._seen.keys() != logged.keys():
@@ -203,7 +206,8 @@ class RunReport(Callback):
         self._seen, self._ahead, self._noted = logged, {}, number
         append(self._folder, RoundLine(number, new, clients))
         if self.client_curves:
-            self._log_clients(trainer, clients)
+            shown = {name: values for name, values in clients.items() if name not in twins}
+            self._log_clients(trainer, shown)
 
     def _log_clients(self, trainer: Trainer, found: Mapping[str, Sequence[float]]) -> None:
         if not found:
@@ -226,7 +230,7 @@ def _of_clients(rounds: Any, most: int) -> dict[str, Sequence[float]]:
         return {}
     ids = sorted(record.finished)
     found: dict[str, Sequence[float]] = {IDS: ids}
-    for name in (name for name in record.means.names if name not in record.twins()):
+    for name in record.means.names:
         values = record.means.by_client(name)
         found[name] = [values.get(client, math.nan) for client in ids]
     return found
@@ -244,7 +248,7 @@ def write_report(folder: str | Path) -> Path:
         ConfigurationError: if the folder has no rounds.
     """
     folder = Path(folder)
-    history = History.read(folder)
+    history = History.read(folder).without_twin()
     if not history.rounds:
         inside = [str(path.parent) for path in sorted(folder.glob(f"*/{NAME}"))][:3]
         hint = f"such as {', '.join(inside)}" if inside else "one that had a RunReport"
@@ -252,8 +256,7 @@ def write_report(folder: str | Path) -> Path:
             f"{folder} holds no rounds ({NAME}): give the folder of a run, {hint}"
         )
     once, facts = logged_once(folder), _provenance(folder)
-    unit = "rounds" if history.curve("round/cohort_size") else "epochs"
-    page = Page(_title(folder, facts), f"{history.rounds[-1].number} {unit} · {folder}")
+    page = Page(_title(folder, facts), f"{history.rounds[-1].number} {history.unit} · {folder}")
     page.facts(facts)
     page.tiles(_tiles(history, once))
     for fragment in sorted((folder / FRAGMENTS).glob("*.html")):
@@ -306,7 +309,7 @@ def _tiles(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]
         number, value = [*history.curve(name).items()][-1]
         of = "" if number == last.number else f", after {number}"
         facts.append((f"{name}, last{of}", f"{value:.4g}"))
-    facts.append(("rounds" if "round/cohort_size" in history.names else "epochs", str(last.number)))
+    facts.append((history.unit, str(last.number)))
     if asked := history.curve("round/cohort_size"):
         facts.append(("clients per round", f"{statistics.fmean(asked.values()):.4g}"))
     facts += _bytes(history, once)

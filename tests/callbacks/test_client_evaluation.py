@@ -285,7 +285,7 @@ class TestClientsAreTheTestSet:
 
     @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
     @pytest.mark.parametrize("empty", [False, True])
-    def test_pooled_and_by_client(self, empty, tmp_path):
+    def test_pooled_and_by_client(self, empty, tmp_path, caplog):
         torch.manual_seed(0)
         module, data = Scored(), self.data(empty=empty)
         fitted = validating_trainer(Federation(seed=0), max_epochs=2)
@@ -295,6 +295,7 @@ class TestClientsAreTheTestSet:
         check(module, data, trainer, "test")
         right, number = map(sum, zip(*counted(module, data, "test").values(), strict=True))
         assert reported["test/right"] == pytest.approx(right / number, abs=1e-6)
+        assert f"test set: the {number} test examples of all clients together" in caplog.text
         mean = np.mean([r / n for r, n in counted(module, data, "test").values()])
         assert float(trainer.callback_metrics["clients/test/right_mean"]) == pytest.approx(mean)
 

@@ -58,6 +58,10 @@ def plan(tmp_path, text="", **keys):
             {"grid": {"variant": {"a": {}}, "seed": {"b": {}}}},
             "columns of the results: seed, variant",
         ),
+        (
+            {"grid": {"bytes up": {"a": {}}, "best round": {"b": {}}}},
+            "columns of the results: best round, bytes up",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(keys, says):
@@ -169,10 +173,11 @@ def test_the_best_round_is_one_of_a_finite_value(tmp_path, monitored, best):
     assert columns.get("val/accuracy (best round)") == (None if best is None else best / 4)
 
 
-def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
-    axes = {"attack": ["none", "flip"], "cell": ["mean", "median"]}
+@pytest.mark.parametrize("second", ["cell", ""])
+def test_the_matrix_has_a_row_for_each_name_of_the_first_axis(second):
+    axes = {"attack": ["none", "flip"], second: ["mean", "median"]}
     results = [
-        result(f"{a} / {d}", 0, value, {"attack": a, "cell": d})
+        result(f"{a} / {d}", 0, value, {"attack": a, second: d})
         for a, d, value in (("none", "mean", 0.9), ("flip", "mean", 0.1), ("none", "median", 0.8))
     ]
     grid = over_axes(results, results_cells(results)["test/accuracy"], axes)

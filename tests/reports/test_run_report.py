@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
-from toys import ToyModule, toy_data, validating_trainer
+from toys import ToyModule, toy_data, toy_trainer, validating_trainer
 
 from fl_lightning import (
     CentralDP,
@@ -36,6 +36,7 @@ from fl_lightning.reports.evaluated_model import ResultsTable
 from fl_lightning.reports.history import History, RoundLine, append, begin
 from fl_lightning.reports.overview import RunOverview
 from fl_lightning.reports.panels import distribution
+from fl_lightning.reports.run_charts import read_table
 from fl_lightning.reports.run_report import write_report
 from fl_lightning.reports.screen import plain
 
@@ -159,15 +160,73 @@ def test_a_loss_that_the_module_logs_as_well_has_one_name(tmp_path):
     )
     trainer.fit(Logs(), datamodule=toy_data(num_examples=90))
     history = History.read(tmp_path / "toy" / "version_0")
-    assert {"train_loss", "train_loss_std"} <= {*history.names}
-    assert "train_loss" in history.client_names
-    assert not {"train/loss", "train/loss_std"} & {*history.names, *history.client_names}
+    assert history.curve("train/loss") == pytest.approx(history.curve("train_loss"))
+    shown = history.without_twin()
+    assert {*history.names} - {*shown.names} == {"train/loss", "train/loss_std"}
+    assert {*history.client_names} - {*shown.client_names} == {"train/loss"}
     assert "train/loss" not in (tmp_path / "toy" / "version_0" / "report.html").read_text()
     events = EventAccumulator(trainer.logger.log_dir).Reload()
     assert "train_loss" in events.Tags()["scalars"]
     assert not [name for name in events.Tags()["scalars"] if "train/loss" in name]
     assert "| train_loss | " in _text(events, "last round/text_summary")
     assert "train/loss" not in _text(events, "last round/text_summary")
+
+
+@pytest.mark.parametrize("logged", ["sum", "later", "now and then"])
+def test_another_loss_does_not_take_the_place_of_the_clients_own(tmp_path, logged):
+    class Logs(ToyModule):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss, reduce_fx="sum" if logged == "sum" else "mean")
+            return loss + 0.1 * self.current_epoch * (logged == "now and then")
+
+    class Later(Callback):
+        """Gives the name train/loss to another number, after the round's."""
+
+        def on_train_epoch_end(self, trainer, module):
+            trainer.callback_metrics["train/loss"] = torch.tensor(9.0)
+
+    logger = CSVLogger(tmp_path, "toy", version=0)
+    parts = [Federation(local_steps=1), *[Later()] * (logged == "later"), RunReport(page=False)]
+    trainer = toy_trainer(*parts, max_epochs=2, logger=logger)
+    trainer.fit(Logs(), datamodule=toy_data(batch_size=60))
+    history = History.read(Path(logger.log_dir)).without_twin()
+    curve, clients = history.curve("train/loss"), history.of_clients("train/loss")
+    assert {*curve} == {*clients} == {1, 2}
+    if logged == "later":
+        assert {*curve.values()} == {9.0}
+    if logged == "sum":
+        table = read_table(Path(logger.log_dir, "metrics.csv"))
+        assert table["train/loss"].tolist() == pytest.approx([*curve.values()], rel=1e-4)
+        sums = [sum(values) for values in clients.values()]
+        assert table["train_loss"].tolist() == pytest.approx(sums, rel=1e-4)
+        assert sums[0] > 2 * curve[1]
+
+
+class OneName(ToyModule):
+    """Logs the same name in validation and test, and names that differ as text only."""
+
+    def validation_step(self, batch, batch_idx):
+        for name in ("loss", "val/loss", "val_loss"):
+            self.log(name, self.net(batch[0]).square().mean(), batch_size=len(batch[1]))
+
+    test_step = validation_step
+
+
+def test_each_metric_has_a_chart_and_a_file_of_its_own(tmp_path):
+    logger = CSVLogger(tmp_path, "toy", version=0)
+    trainer = validating_trainer(
+        *(Federation(local_steps=1), ClientEvaluation(), RunReport()), max_epochs=2, logger=logger
+    )
+    data = toy_data(num_examples=150, client_val_fraction=0.3, client_test_fraction=0.3)
+    module = OneName()
+    trainer.fit(module, datamodule=data)
+    trainer.test(module, datamodule=data, verbose=False)
+    files = {path.stem for path in Path(logger.log_dir, "figures").glob("*.svg")}
+    at_the_end = {"clients_at_the_end-loss", "clients_at_the_end-loss_test"}
+    assert {"validation-val_loss", "validation-val_loss_2"} | at_the_end <= files
+    ids = re.findall(r'<svg[^>]* id="([^"]+)"', Path(logger.log_dir, "report.html").read_text())
+    assert len(ids) == len(set(ids))
 
 
 def test_an_early_stopping_says_why_at_the_end_and_in_the_report(tmp_path, caplog):
@@ -266,7 +325,14 @@ def test_a_fit_that_is_taken_up_keeps_all_rounds(tmp_path, is_federated):
     go(2)
     with (folder / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "metrics": {"val/loss": 77}}')  # killed in its middle
+    facts = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps(facts | {"commit": "0123"}))
     go(4, ckpt_path=tmp_path / "last.ckpt")
+    resumed = json.loads((folder / "provenance.json").read_text())
+    now = facts.get("commit", "unknown")
+    assert resumed["commit"] == f"0123, resumed {now}"
+    assert resumed["versions"] == facts["versions"]
+    assert resumed["date"].startswith(f"{facts['date']}, resumed ")
     rounds = History.read(folder).rounds
     assert [line.number for line in rounds] == [1, 2, 3, 4]
     assert all(0 < line.metrics["val/loss"] < 77 for line in rounds)
@@ -294,6 +360,7 @@ def test_a_private_run_keeps_nothing_of_single_clients(tmp_path):
     assert not any(line.clients for line in lines)
     assert not any(name.endswith("_std") for line in lines for name in line.metrics)
     assert [*(folder / "figures").glob("privacy-*.svg")]
+    assert "3 rounds · " in (folder / "report.html").read_text()
 
 
 def test_many_clients_keep_no_numbers_of_their_own(tmp_path):
