@@ -74,10 +74,10 @@ def check_values(configuration: Any) -> None:
         ConfigurationError: naming the YAML path of every option whose value cannot work.
     """
     trainer = configuration.get("trainer")
-    trainer = {} if trainer is None else trainer
     if not isinstance(trainer, Namespace | Mapping):
         raise ConfigurationError(
-            f"trainer must be a mapping of options, such as max_epochs: 10, got {trainer}"
+            "trainer must be a mapping of options, such as max_epochs: 10, got "
+            f"{'null' if trainer is None else trainer}"
         )
     checks: list[Callable[[], None]] = [
         partial(_check_number, f"trainer.{name}", trainer.get(name), allowed)

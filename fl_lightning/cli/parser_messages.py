@@ -14,6 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from jsonargparse import ArgumentParser
@@ -34,6 +35,8 @@ BARE = (Federation, Attackers)
 # classes whose options are those of a block
 _BLOCKS = {Federation: "federation.", FederatedDataModule: "data."}
 
+# options of the parser itself, which nobody misspells
+_UNLISTED = ("help", "print_shtab", "==SUPPRESS==")
 # around a sentence in the messages of outer parsers; the first one stands ahead of each path, too
 _PATH, _END = "\x02", "\x03"
 # where the whole path, which only the outermost parser knows, tells which help lists the classes
@@ -55,6 +58,11 @@ _UNKNOWN = re.compile(
 _REQUIRED = re.compile(r"the following arguments are required: (.*)|Key \"([\w.]+)\" is required")
 _NO_NAME = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
+_NO_BLOCK = re.compile(r'Parser key "(.+?)": Unable to load config "(.*?)"')
+# the options of a class: null, for one, if all lines below their name are comments
+_NO_OPTIONS = re.compile(
+    r"\W*(?:Namespace\()?class_path\W+[\w.]+\W+init_args['\"]?[=:](?! ?(?:\{|Namespace)) ?(.*)[})]"
+)
 _NO_FILE = re.compile(r"Not of type Path_\w+: (.)(.*)")
 _YAML_WORDS: Mapping[Any, str] = {
     **IN_WORDS,
@@ -64,6 +72,7 @@ _YAML_WORDS: Mapping[Any, str] = {
     **dict.fromkeys((Sequence, Iterable), "a list"),
     Mapping: "a mapping",
     timedelta: "a time such as 00:12:00:00",
+    Path: "a path",
     PositiveInt: "a whole number above 0",
     NonNegativeInt: "a whole number, at least 0",
     Callable: "a class",
@@ -85,8 +94,12 @@ def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
     if inner:  # of a parser inside this one, or already of this one
         deepest: str = max(inner, key=lambda told: told.partition(" ")[0].count("."))
         return deepest.replace(_PATH, f"{_path_to(owner)}{key}.") if key else deepest
+    if block := _NO_BLOCK.search(message):
+        return f"{block[1]} must be a mapping of options, got {block[2]}{_END}"
     kinds = {action.dest: getattr(action, "_typehint", None) for action in _actions(parser)}
-    told = _of_name(message, owner, [*kinds]) or _of_value(message, key, kinds.get(key), owner)
+    told = _of_name(message, parser, owner, [*kinds]) or _of_value(
+        message, key, kinds.get(key), owner
+    )
     if not told:
         plain = " ".join(message.removeprefix(option[0] if option else "").split()).strip(" :.")
         where = f"{key}: " if key not in plain else ""
@@ -108,10 +121,10 @@ def _actions(parser: Any) -> list[Any]:
     """Return the actions of a parser and of its subcommands' parsers, without those that print help."""
     inner = parser._subcommands_action.choices.values() if parser._subcommands_action else ()
     every = [action for one in (parser, *inner) for action in one._actions]
-    return [each for each in every if each.dest.rpartition(".")[2] not in ("help", "==SUPPRESS==")]
+    return [each for each in every if each.dest.rpartition(".")[2] not in _UNLISTED]
 
 
-def _of_name(message: str, owner: Any, options: Sequence[str]) -> str:
+def _of_name(message: str, parser: Any, owner: Any, options: Sequence[str]) -> str:
     """Return a sentence for an unknown or a missing option; empty for other messages."""
     at, by = _path_to(owner), f" by {owner.__name__}" if owner else ""
     if match := _UNKNOWN.search(message):
@@ -128,7 +141,13 @@ def _of_name(message: str, owner: Any, options: Sequence[str]) -> str:
         if outer and owner:  # another value than a mapping reads the same to the parser
             shape = f"{outer.rpartition('.')[2]}: {{{inner}: …}}"
             return f"{at}{outer} must be a mapping with {inner}: write {shape}"
-        return f"{', '.join(f'{at}{name}' for name in names)} is required{by}: give it a value"
+        commands = parser._subcommands_action.choices if parser._subcommands_action else ()
+        if outer in commands:  # whose options have no path
+            names = [name.removeprefix(f"{outer}.") for name in names]
+        paths_of = ", ".join(f"{at}{name}" for name in names)
+        if len(names) > 1:
+            return f"{paths_of} are required{by}: give them values"
+        return f"{paths_of} is required{by}: give it a value"
     return ""
 
 
@@ -149,6 +168,9 @@ def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
     if nested := _NESTED.fullmatch(given or ""):
         told = f"got {nested[2]}, but no class: give {key} one first"
         return f"{path}.{nested[1]}: {told}. {_LISTED}"
+    if options := _NO_OPTIONS.fullmatch(given or ""):
+        shown = "null" if options[1] == "None" else options[1]
+        return f"{path}.init_args must be a mapping of options, got {shown}"
     name = f"{_BLOCKS.get(owner, '')}{key}"
     return f"{path} must be {_allowed(name, hint, given, owner)}"
 
@@ -169,6 +191,11 @@ def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
         kinds = plain
     words = " or ".join(dict.fromkeys(in_words(kind, _YAML_WORDS) for kind in kinds))
     spec = _CLASS_PATH.search(given or "")
+    is_list = (given or "").startswith("[")
+    if spec and is_list and not any(map(entries, kinds)):
+        return f"{words}, got a list: give one, without brackets. {_LISTED}"
+    if spec and not is_list and all(map(entries, {*kinds} - {type(None)})):
+        return f"{words}, got {spec[1]}: write it in brackets. {_LISTED}"
     shown = spec[1] if spec else shortened(given or "", 80)
     told = words if given is None else f"{words}, got {shown or 'an empty text'}"
     if kinds == plain:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import typed
 import yaml
+from jsonargparse import Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -27,7 +28,7 @@ from fl_lightning import (
     ImageClassifier,
 )
 from fl_lightning.cli import configs, init, main
-from fl_lightning.cli.checks import imported
+from fl_lightning.cli.checks import check_values, imported
 from fl_lightning.cli.errors import Parser, built_trainer
 from fl_lightning.cli.help import COMMANDS, GROUPS
 from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
@@ -314,6 +315,11 @@ CLASS = "Give a class by class_path, and its options by init_args."
     [
         (["--num_threads=many"], "num_threads must be a whole number above 0 or null, got many"),
         (["--batch_size=many"], "batch_size must be a whole number above 0"),
+        (["--trainer=3"], "trainer must be a mapping of options, got 3"),
+        (
+            ["--trainer.default_root_dir=[]"],
+            "trainer.default_root_dir must be text or a path or null, got []",
+        ),
         (["--lr=x"], "lr must be a number or null, got x"),
         (["--lrr=1"], "lrr: 'lrr' is not accepted, got 1. Did you mean 'lr'?"),
         (
@@ -358,6 +364,21 @@ CLASS = "Give a class by class_path, and its options by init_args."
             ),
         ),
         (
+            ["--federation.cohort={class_path: fl_lightning.UniformCohort, init_args: null}"],
+            "federation.cohort.init_args must be a mapping of options, got null",
+        ),
+        (
+            ["--federation.cohort=[{class_path: fl_lightning.UniformCohort}]"],
+            "federation.cohort must be a Cohort or null, got a list: give one, without brackets.",
+        ),
+        (
+            ["--federation.updates={class_path: fl_lightning.updates.QSGD, init_args: {bits: 4}}"],
+            (
+                "federation.updates must be a list (each entry a Transform or an ErrorFeedback) or null, "
+                "got fl_lightning.updates.QSGD: write it in brackets."
+            ),
+        ),
+        (
             ["--federation.cohort=fl_lightning.ImageClassifier"],
             f"federation.cohort must be a Cohort or null, got fl_lightning.ImageClassifier. {CLASS}",
         ),
@@ -387,6 +408,12 @@ def test_what_the_parser_says_is_told_in_a_sentence(words, says, of_a_run, capsy
     said = capsys.readouterr().err
     assert (end.value.code, len(said.splitlines())) == (2, 1)
     assert says in said
+
+
+def test_a_block_of_the_trainer_without_options_is_refused():
+    """It is null if all lines below its name are comments."""
+    with pytest.raises(ConfigurationError, match=r"trainer must be a mapping .*, got null"):
+        check_values(Namespace(trainer=None))
 
 
 def test_a_parser_of_somebody_elses_raises_the_sentence():
