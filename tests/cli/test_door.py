@@ -316,10 +316,6 @@ CLASS = "Give a class by class_path, and its options by init_args."
         (["--num_threads=many"], "num_threads must be a whole number above 0 or null, got many"),
         (["--batch_size=many"], "batch_size must be a whole number above 0"),
         (["--trainer=3"], "trainer must be a mapping of options, got 3"),
-        (
-            ["--trainer.default_root_dir=[]"],
-            "trainer.default_root_dir must be text or a path or null, got []",
-        ),
         (["--lr=x"], "lr must be a number or null, got x"),
         (["--lrr=1"], "lrr: 'lrr' is not accepted, got 1. Did you mean 'lr'?"),
         (
