@@ -63,6 +63,17 @@ def test_it_is_counted_by_hand_and_changes_nothing():
     )
 
 
+def test_the_limits_of_batches_hold_for_the_earlier_task():
+    old = Digits(classes=OLD, seed=0, batch_size=7)
+    trainer = validating_trainer(Retention(old), limit_val_batches=2)
+    module = classifier()
+    trainer.validate(module, Digits(classes=NEW, seed=0), verbose=False)
+    first = [*old.val_dataloader()][:2]
+    kept = float(trainer.callback_metrics["retention/val/accuracy"])
+    assert kept == pytest.approx(accuracy(module, first))
+    assert kept != pytest.approx(accuracy(module, old.val_dataloader()))
+
+
 def test_two_processes_say_the_same():
     old = Digits(classes=OLD, seed=0)
     alone, together = (fit(Retention(old), devices=n)[1].callback_metrics for n in (1, 2))
