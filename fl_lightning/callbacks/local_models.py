@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.processes import write_whole
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import (
@@ -165,7 +166,4 @@ def _write(path: Path, number: int, rows: list[dict[str, Any]]) -> None:
     if path.exists():
         before = pandas.read_csv(path, dtype=str)  # as text, so that digits do not change
         table = pandas.concat([before[before["round"].astype(int) < number], table])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    table.to_csv(part, index=False)
-    part.replace(path)
+    write_whole(path, table.to_csv(index=False))

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and folders with one writing process at a time.
+"""Child processes that end with their parent, folders with one writing process at a time, and whole files.
 
 The system ties a program to its parent (PR_SET_PDEATHSIG, Linux only). A process of `multiprocessing`
 may be forked by a server of processes, so it watches its parent itself. A lock is held by the
@@ -64,6 +64,19 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=end, daemon=True, name="follows its parent").start()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file in one step, so that no reader and no killed process's successor finds half of it.
+
+    Args:
+        path: path of the file; its folder is made if it is missing. Until the file is whole it is ``.<name>.unfinished``.
+        text: the content.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 @contextmanager

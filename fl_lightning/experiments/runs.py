@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Column, Table
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.processes import write_whole
 from fl_lightning.experiments.experiment import FIRST, PlannedRun, run_loggers
 from fl_lightning.reports.layout import duration
 
@@ -87,10 +88,8 @@ def state_of(run: PlannedRun) -> dict[str, object]:
 
 def save_state(run: PlannedRun, more: dict[str, object]) -> None:
     """Write the fingerprint of a run and further facts into ``run.json``."""
-    path = run.folder / "run.json"
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps({"fingerprint": run.fingerprint, **more}))
-    temporary.replace(path)
+    text = json.dumps({"fingerprint": run.fingerprint, **more})
+    write_whole(run.folder / "run.json", text)
 
 
 # a line of run.log: "… | INFO | round 3/50: val/accuracy 0.486, …"

@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from fl_lightning.core.processes import write_whole
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder
 
 # by Trainer: the round that began last, and the metrics of earlier rounds
@@ -152,11 +153,8 @@ def keep_once(trainer: Trainer, title: str, numbers: Mapping[str, float]) -> Non
     folder = Path(own_run_folder(trainer))
     before = logged_once(folder)
     kept = {**before, **numbers}
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({n: v if math.isfinite(v) else None for n, v in kept.items()}, indent=1)
-    unfinished = folder / f".{RESULTS}.unfinished"  # a killed run leaves no half file
-    unfinished.write_text(text + "\n")
-    unfinished.replace(folder / RESULTS)
+    write_whole(folder / RESULTS, text + "\n")
     if news := {name: value for name, value in numbers.items() if before.get(name) != value}:
         for board in boards(trainer):
             board.experiment.add_text(f"results/{title}", table(news), trainer.global_step)

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.core.processes import write_whole
+
 NAME = "rounds.jsonl"
 IDS = "ids"
 _LOSS = "train/loss"
@@ -154,11 +156,8 @@ class History:
 
 def begin(folder: Path, after: int) -> None:
     """Continue a folder's history after a number of rounds; later rounds are dropped."""
-    folder.mkdir(parents=True, exist_ok=True)
     kept = [line for line in History.read(folder).rounds if line.number <= after]
-    part = folder / f".{NAME}.part"
-    part.write_text("".join(f"{line.text()}\n" for line in kept), encoding="utf-8")
-    part.replace(folder / NAME)
+    write_whole(folder / NAME, "".join(f"{line.text()}\n" for line in kept))
 
 
 def append(folder: Path, line: RoundLine) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.core.processes import write_whole
 from fl_lightning.reports.charts import Panel, file_name, style_variables, write_chart
 
 FRAGMENTS = "sections"  # folder of a run, with parts that other callbacks add to the report
@@ -91,10 +92,8 @@ class Page:
         return str(_template().render(**known, light=light, dark=dark))
 
     def write(self, path: Path) -> None:
-        """Write the file atomically."""
-        part = path.with_suffix(".part")
-        part.write_text(self.html(), encoding="utf-8")
-        part.replace(path)
+        """Write the file."""
+        write_whole(path, self.html())
 
     def _add(self, macro: str, *content: Any) -> None:
         self._parts.append(str(getattr(_template().module, macro)(*content)))

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.processes import write_whole
 from fl_lightning.federation import (
     CONFIG,
     is_of_test,
@@ -285,9 +286,7 @@ def _provenance(folder: Path) -> dict[str, str]:
 
 
 def _keep_provenance(folder: Path, facts: Mapping[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(facts, indent=1)
-    (folder / PROVENANCE).write_text(f"{text}\n", encoding="utf-8")
+    write_whole(folder / PROVENANCE, json.dumps(facts, indent=1) + "\n")
 
 
 def _title(folder: Path, facts: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import re
+import resource
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from fl_lightning import (
     RunReport,
     UniformCohort,
 )
+from fl_lightning.core.processes import write_whole
 from fl_lightning.experiments import ReportRounds
 from fl_lightning.experiments.results import curves
 from fl_lightning.reports.evaluated_model import ResultsTable
@@ -340,6 +342,19 @@ def test_a_fit_that_is_taken_up_keeps_all_rounds(tmp_path, is_federated):
     if is_federated:
         text = (folder / "local_models.csv").read_text()
         assert [row.split(",")[0] for row in text.splitlines() if "global" in row] == [*"1234"]
+
+
+def test_a_file_that_cannot_be_written_whole_stays_the_old_one(tmp_path):
+    path = tmp_path / "run" / "provenance.json"
+    write_whole(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_whole(path, "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "old"
 
 
 def test_a_central_run_has_a_report_of_epochs(tmp_path):
