@@ -211,7 +211,7 @@ class Stage:
         return _NOTHING
 
     def steps(self, training: LocalTraining) -> AbstractContextManager[None]:
-        """Return a context for a client's local steps; `training.update` is set before it ends."""
+        """Return a context manager around a client's local steps; `training.update` is set before its exit."""
         return _NOTHING
 
     # In checkpoints.

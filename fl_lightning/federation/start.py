@@ -59,7 +59,7 @@ from fl_lightning.server.server import Server, as_aggregator
 def prepare(
     trainer: Trainer, module: LightningModule, options: Options, cleanup: ExitStack
 ) -> Calendar:
-    """Replace batches by the clients of a round in Lightning's loop, until the fit is over.
+    """Check the settings, and replace the batches of the fit loop by rounds; ``cleanup`` restores them.
 
     Raises:
         ConfigurationError: for settings that cannot be federated, all at once.
@@ -254,7 +254,7 @@ def private_stage(trainer: Trainer, options: Options, calendar: Calendar) -> Pri
 def take_over(
     trainer: Trainer, train: Callable[[CohortBatch], None], run: Run, cleanup: ExitStack
 ) -> None:
-    """Install a run's rounds in Lightning's loop and hooks, until the fit is over."""
+    """Install the federated rounds in the Trainer's fit loop and hooks; ``cleanup`` restores them."""
     cleanup.callback(run.step.use, ())
     counts_of(trainer).planned_batches = 0
     trainer.accumulate_grad_batches = 1  # global_step counts rounds

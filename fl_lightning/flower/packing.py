@@ -297,7 +297,10 @@ def take_metric_sums(
         epoch_name, place = collector.epoch_names[name], places.get(id(metric))
         state: dict[str, Any] = dict(metric.metric_state)
         if place is None or not all(isinstance(value, Tensor) for value in state.values()):
-            log.warning("metric %s stays here: it holds what single examples gave", name)
+            log.warning(
+                "metric %s is not sent to the server: its state holds values of single examples",
+                name,
+            )
         elif allows(epoch_name):
             states[place] = {key: value.clone() for key, value in state.items()}
             logged.append([name, epoch_name, place])

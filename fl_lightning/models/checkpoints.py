@@ -114,7 +114,7 @@ def _unwrap(content: Any, path: str, option: str) -> dict[str, Tensor]:
     if not is_mapping or not all(isinstance(value, Tensor) for value in content.values()):
         held = f"a dict of {_some(map(str, content))}" if is_mapping else type(content).__name__
         raise ConfigurationError(
-            f"{option}: {path!r} is not a state dict, names to tensors: it holds {held}. "
+            f"{option}: {path!r} is not a state dict (a mapping of names to tensors): it holds {held}. "
             f"A state dict may also be in it under {', '.join(_WRAPPERS)}."
         )
     return {str(name): tensor for name, tensor in content.items()}

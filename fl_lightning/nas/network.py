@@ -248,8 +248,8 @@ def architecture_in(path: str) -> str:
     found = content.get("architecture") if isinstance(content, dict) else None
     if not isinstance(found, str):
         raise ConfigurationError(
-            f"architecture {path}: the file has no line 'architecture: …', as those that a search "
-            "leaves have"
+            f"architecture {path}: the file has no line 'architecture: …'; the files that a search "
+            "writes have one"
         )
     return found
 

@@ -117,7 +117,7 @@ class Relaxation(ABC):
 
     @abstractmethod
     def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
-        """Return the edge weights of one step; the caller adds factors of edges if the rule `has_beta`.
+        """Return the operations' weights on each edge; the caller multiplies by factors of edges if `has_beta`.
 
         Args:
             alpha: logits, shape (num_rows, num_operations); gradients flow.

@@ -182,6 +182,6 @@ def _check_labels(num_classes: int, labels: Tensor) -> None:
     """Raise ConfigurationError if a label is no class of the network."""
     if len(labels) and int(labels.max()) >= num_classes:
         raise ConfigurationError(
-            f"model.num_classes is {num_classes}, and there is a label {int(labels.max())}: set "
+            f"model.num_classes is {num_classes}, but the data have the label {int(labels.max())}: set "
             "num_classes to the number of classes of the data"
         )

@@ -141,8 +141,8 @@ class EncryptedMean(HiddenUpdates):
     ) -> None:
         if not 0 < fraction <= 1:
             raise ConfigurationError(
-                f"EncryptedMean: fraction must be in (0, 1], got {fraction}: of the coordinates, "
-                "that are encrypted"
+                f"EncryptedMean: fraction must be in (0, 1], got {fraction}: it is the share "
+                "of the coordinates that are encrypted"
             )
         if max_examples < 1:
             raise ConfigurationError(

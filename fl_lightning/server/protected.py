@@ -22,7 +22,7 @@ FEWEST_CLIENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Facts about the run that are known before its first round."""
+    """Facts about the run that are known before the first round."""
 
     most_clients: int  # size of the largest possible cohort
     seed: int = 0  # seed of the run
@@ -89,7 +89,7 @@ class Protected(Protocol):
         """
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Sum the vectors at the sites by ``adds``; from now on `add` only counts updates."""
+        """Use ``adds`` to sum the vectors at the sites; `add` then only counts the updates."""
 
     def miss(self, clients: Iterable[int]) -> None:
         """Called before `close` with the clients of the cohort that sent no update."""

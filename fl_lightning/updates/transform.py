@@ -311,7 +311,7 @@ class ErrorFeedback(UpdateStep):
         super().__post_init__()
         if not self.transforms:
             raise ConfigurationError(
-                "ErrorFeedback: transforms must hold at least one, got []: without any nothing is left out"
+                "ErrorFeedback: transforms must hold at least one, got []: without a transform there is no error"
             )
         if scaling := Chain(self.parts).scaling:
             raise ConfigurationError(

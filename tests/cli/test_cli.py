@@ -98,7 +98,11 @@ def fails(capsys, *args):
         ("--trainer.no_such", "2", "no_such"),
         ("--trainer.accumulate_grad_batches", "0", "accumulate_grad_batches must be at least 1"),
         ("--federation.server_optimizer", "torch.optim.LBFGS", "server_optimizer cannot step"),
-        ("--model.init_args.num_classes", "5", "model.num_classes is 5, and there is a label 9"),
+        (
+            "--model.init_args.num_classes",
+            "5",
+            "model.num_classes is 5, but the data have the label 9",
+        ),
         ("--model.init_args.in_chans", "3", "in_chans is 3, and the images have 1 channels"),
         ("--model.init_args.image_size", "16", "image_size is 16, and the images are 8 x 8"),
         (

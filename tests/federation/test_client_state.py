@@ -254,7 +254,7 @@ def test_a_buffer_that_changes_later_stops_the_run_and_may_be_named():
         assert module.mean.abs().sum() > 0
         fit(other, client_state=["mean"], shards=SHARDS[::-1])
         torch.testing.assert_close(weights(module), weights(other), rtol=1e-12, atol=1e-12)
-    with pytest.raises(ConfigurationError, match=r"matches 'means'; there are mean"):
+    with pytest.raises(ConfigurationError, match=r"matches 'means'; available: mean"):
         fit(made(ChangesLate), client_state=["means"])
 
 

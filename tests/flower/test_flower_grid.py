@@ -118,7 +118,7 @@ def test_an_error_of_flowers_and_an_empty_answer_are_losses(reply, caplog):
     channel.send("a", b"x", 60)
     grid.reply(grid.orders[0][0], reply)
     assert channel.receive(1) == [("a", None)]
-    assert "site a: an order is lost" in caplog.text
+    assert "site a: no reply to its order" in caplog.text
     assert "patient 17" not in caplog.text
     there(channel, ["a"])  # it has answered a query since
 

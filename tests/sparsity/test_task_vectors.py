@@ -86,8 +86,8 @@ def test_a_file_gives_the_task_back(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"names": ["b"]}, "not those that it names"),
-        ({"names": 3}, "not those that it names"),
+        ({"names": ["b"]}, "do not match its list of names"),
+        ({"names": 3}, "do not match its list of names"),
         ({"fingerprint": "0"}, "shapes do not belong"),
         ({"code": 0}, "'code', which is not known"),
     ],

@@ -244,7 +244,7 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
     if name == "accuracy":
         if given.table is None:
             raise ConfigurationError(
-                "score accuracy needs the truth of NAS-Bench-201: give --table"
+                "score accuracy reads the table of NAS-Bench-201: give --table"
             )
         truth = NASBench201Table.read(given.table)
         return lambda architecture: truth.lookup(architecture)["cifar10"]

@@ -209,7 +209,7 @@ class FedLC(Correction):
         if not was_asked:
             raise ConfigurationError(
                 f"FedLC shifts what forward returns, and {type(module).__name__}.training_step "
-                "does not ask for it: have it get its logits by self(inputs)"
+                "does not call it: compute the logits with self(inputs)"
             )
 
     def logit_shift(self, counts: Tensor) -> Tensor:

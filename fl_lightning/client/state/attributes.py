@@ -302,7 +302,7 @@ class Attributes:
 
 
 def append(appended: Appended) -> None:
-    """Append the items that `Attributes.put_back` returned, of one or several clients, to their lists."""
+    """Append the items that `Attributes.put_back` returned for one or several clients to the lists of the module."""
     for held, added in appended:
         if isinstance(held, list):
             list.extend(held, added)

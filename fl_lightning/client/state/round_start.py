@@ -104,7 +104,7 @@ class RoundStart:
         return groups if any(groups) else []
 
     def set_by_step(self, by_step: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-        """Set the options of each local step, which the server has computed."""
+        """Set the optimizers' options for each local step, as computed by the server."""
         self.counts_steps = self._by_step is not None or bool(by_step)
         groups = [group for of_one in self._options for group in of_one]
         for group, values in zip(groups, by_step, strict=True) if by_step else ():

@@ -107,8 +107,8 @@ class Completions(DatasetSource):
         kept = [place for place, (_, labels) in enumerate(examples) if (labels != _IGNORED).any()]
         if len(kept) < len(examples):
             rank_zero_warn(
-                f"Completions: {len(examples) - len(kept)} of {len(examples)} examples are left out: no token "
-                f"to learn is among their first {self._max_length} (max_length)"
+                f"Completions: {len(examples) - len(kept)} of {len(examples)} examples are left out: their "
+                f"first {self._max_length} tokens (max_length) contain none that the loss counts"
             )
         padding = (
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -43,7 +43,7 @@ class SlotSchedule:
         return int(self.ends.max())
 
     def beginning(self, step: int) -> Integers:
-        """Positions of the clients whose first step this is, in order of slots."""
+        """Positions of the clients that start at this step, in order of slots."""
         return np.arange(self._first_of[step], self._first_of[step + 1])
 
     def ending(self, step: int) -> Integers:

@@ -198,8 +198,8 @@ def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not matches:
             shown = ", ".join(names[:20]) or "none"
             raise ConfigurationError(
-                f"federation.client_state: no buffer and no frozen parameter of real numbers matches "
-                f"{pattern!r}; there are {shown}"
+                f"federation.client_state: no floating-point buffer or frozen parameter matches "
+                f"{pattern!r}; available: {shown}"
             )
         found |= matches
     return [name for name in names if name in found]

@@ -278,8 +278,8 @@ class Versions(KeptVersions):
         """Restore the stored models, and check that arrivals are the same."""
         if "present" not in state:
             raise ConfigurationError(
-                "the checkpoint is of an asynchronous run over a network, whose clients are still at work at "
-                "their sites: resume it there, or simulate it from its start with RecordedArrivals"
+                "the checkpoint belongs to an asynchronous run over a network, and its sites are still training "
+                "clients: resume it over the network, or simulate it from its start with RecordedArrivals"
             )
         step = self._arrivals.step(state["present"])
         if (step.versions, sorted(step.in_flight)) != (state["arrived"], state["in_flight"]):

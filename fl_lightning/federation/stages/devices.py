@@ -25,7 +25,7 @@ from fl_lightning.federation.stages.asynchrony import Arrivals
 
 
 class SimulatedDevices(Stage):
-    """Simulated devices where the server waits for its cohort."""
+    """Synchronous simulated devices: each round lasts until its last client has ended."""
 
     def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
         self._fleet, self._plan = fleet, plan

@@ -114,7 +114,7 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def draw_weights(self) -> None:
-        """None: sites draw their own batches."""
+        """Do nothing: sites draw their own batches."""
         return
 
     def summary(self) -> PartitionSummary:

@@ -51,7 +51,10 @@ class OrderQueue:
         self._waiting: Order | None = None
 
     def ask(self, order: Order | None) -> OrderResult:
-        """Pass an order to the Trainer, and wait for the result; None to wait for the facts, which come first.
+        """Pass an order to the Trainer, and wait for the result.
+
+        Args:
+            order: the order; None to wait for the facts of the site, which are the first result.
 
         Raises:
             BaseException: the error that has ended the fit.

@@ -97,7 +97,7 @@ class SitePrivacy:
 def hidden_at_site(
     options: Options, run: Run, num_rounds: int | None, policy: Policy, ledger: Ledger
 ) -> tuple[Protected | None, SitePrivacy | None]:
-    """Return the hidden sums and the privacy of a run at a site; None for each that the run does not have.
+    """Return the secure sum and the privacy of a run at a site, each None if the run has none.
 
     Args:
         options: options of the federation, from the server.

@@ -212,7 +212,7 @@ class SiteSums:
         return _of_each(order, say, {FEWEST: policy.fewest_in_secure_sum})
 
     def _sealed(self, key: SumKey, run: str, parameters: CKKSParameters) -> bytes:
-        """Return the encrypted key of the run, which a site makes once and keeps on disk."""
+        """Return the run's encrypted key; it is created at the first call and stored on disk."""
         if self._key_file.exists():
             sealed = self._key_file.read_bytes()
             try:
@@ -294,7 +294,7 @@ class SiteVectors:
     def keep(
         self, round_index: int, vectors: Mapping[int, RingIntegers], rules: Mapping[str, Any]
     ) -> None:
-        """Store the vectors of a round on disk, before the answer that reports them leaves."""
+        """Store the vectors of a round on disk, before the answer that reports them is sent."""
         arrays: dict[str, Any] = {str(client): vector for client, vector in vectors.items()}
         told = json.dumps({"round": round_index, "rules": dict(rules)})
         with whole_file(self._vectors_file) as file:
@@ -302,10 +302,10 @@ class SiteVectors:
         self.round, self.vectors, self.rules = round_index, dict(vectors), rules
 
     def begin(self, parties: Any, how: str) -> None:
-        """Record the parties of the round's sum, or its opener, before anything leaves.
+        """Record on disk the participants of the round's sum, or the site that opens it, before any answer is sent.
 
         Raises:
-            OrderRefused: if the round began with others.
+            OrderRefused: if the round began with other participants or another opener.
         """
         if self._told["round"] != self.round:
             self._told = {"round": self.round, "parties": parties, "opened": {}}
@@ -315,7 +315,7 @@ class SiteVectors:
         self.note()
 
     def open(self, who: str, clients: Iterable[int]) -> None:
-        """Record the clients of the sum that ``who`` helps to open, before the help leaves.
+        """Record on disk the clients of the sum that ``who`` helps to open, before any answer is sent.
 
         Raises:
             OrderRefused: if ``who`` has helped to open another sum of this round.

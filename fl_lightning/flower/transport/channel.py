@@ -157,7 +157,7 @@ _KEY = "message"
 
 
 def packed(message: bytes) -> RecordDict:
-    """Wrap a message for Flower, as an array, which Flower sends in pieces.
+    """Wrap a message in a Flower array, so that Flower sends it in pieces.
 
     Args:
         message: bytes of the message.

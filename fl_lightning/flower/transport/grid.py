@@ -116,7 +116,7 @@ class GridChannel(Channel):
                 self._came.append((site, answer))
 
     def _lose(self, site: str, reason: str) -> None:
-        log.warning("site %s: an order is lost: %s", site, reason)
+        log.warning("site %s: no reply to its order: %s", site, reason)
         self._orders.pop(site, None)
         self._nodes.pop(site, None)  # until it says that it is free
         self._looked = -_LOOK_SECONDS

@@ -106,7 +106,7 @@ class DARTS(CellSpace):
         return cells
 
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the index of the operation on each of the 28 edges; 12 of them are `none`."""
+        """Return the index of each edge's operation, for all 28 edges; the 12 unused edges have `none`."""
         chosen = dict.fromkeys(self.rows, self.none)
         for cell, nodes in self.inputs(architecture).items():
             for node, pair in zip(NODES, nodes, strict=True):

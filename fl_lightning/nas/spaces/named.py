@@ -33,7 +33,7 @@ NAMES: dict[str, Callable[[], SearchSpace]] = {
 
 
 def named_space(text: str) -> SearchSpace:
-    """Return the space of a name, a class or a file.
+    """Build a search space from its name, its class path or a YAML file.
 
     Args:
         text: a name (`NAMES`), a class such as ``fl_lightning.nas.spaces.darts.DARTS``, or a YAML file with

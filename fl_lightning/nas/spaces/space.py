@@ -283,7 +283,7 @@ is 'skip'; expected the operation: conv, pool
             self.refuse("expected its end")
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise ConfigurationError with a reason and the position."""
+        """Raise ConfigurationError with the reason and the current position in the text."""
         found = self._match(r"\w+|.")
         where = f"character {self.place + 1} is {found!r}" if found else "it ends there"
         before = self.text[: self.place]

@@ -77,7 +77,7 @@ class StagedSpace(SizeSpace):
 
     @abstractmethod
     def pieces(self, num_classes: int, in_channels: int) -> Pieces:
-        """Return the pieces of the network, with the choices of the active `Building`."""
+        """Return the modules of the network; the active `Building` makes its choices."""
 
     @override
     def network(self, **shape: int) -> SizedNetwork:

@@ -151,7 +151,7 @@ class CKKSLayout:
         return values
 
     def decoded(self, data: bytes) -> EncryptedUpdate:
-        """Read an encrypted update from a message, untrusted bytes.
+        """Parse an encrypted update from the bytes of a message; the bytes are not trusted.
 
         Raises:
             MessageError: if the update does not have this layout. The contents of ciphertexts are not checked.

@@ -105,9 +105,9 @@ class SquaredGradients(Estimator):
     """
 
     def given(self, seed: int) -> Given:
-        """Return a function from a batch and its size to the inputs of `choose`, one per example.
+        """Return a function of a batch and its size; it returns the second argument of `choose` for each example.
 
-        It is called in the order of the examples. By default the inputs are empty.
+        The function is called in the order of the examples. By default its results are empty.
         """
         return lambda _, size: torch.empty(size, 0)
 
@@ -119,7 +119,7 @@ class SquaredGradients(Estimator):
 
         Args:
             logits: logits of the example, shape (classes,).
-            given: the example's input from `given`.
+            given: the result of the function `given` for this example.
         """
 
     def _added_to(

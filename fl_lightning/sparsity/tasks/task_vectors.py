@@ -215,9 +215,9 @@ def load_task_vector(path: str | Path) -> TaskVector:
     names = about["names"]
     is_list = isinstance(names, list) and all(type(name) is str for name in names)
     if not is_list or sorted(names) != sorted(tensors) or not names:
-        raise ConfigurationError(f"{where} is damaged: its tensors are not those that it names")
+        raise ConfigurationError(f"{where} is damaged: its tensors do not match its list of names")
     shapes = {name: tensors[name].shape for name in names}
     task = TaskVector(shapes, torch.cat([tensors[name].flatten() for name in names]))
     if task.fingerprint() != about["fingerprint"]:
-        raise ConfigurationError(f"{where} is damaged: shapes do not belong to its fingerprint")
+        raise ConfigurationError(f"{where} is damaged: its shapes do not match its fingerprint")
     return task
