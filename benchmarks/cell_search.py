@@ -42,6 +42,7 @@ _GDAS: dict[str, Any] = {
 }
 SEARCHES: dict[str, dict[str, Any]] = {
     "DARTS": {},
+    "DARTS-PT": {"selection": "perturbation"},
     "PC-DARTS": {"rule": PartialChannels},
     "GDAS": _GDAS,
     "ENAS": _ENAS,

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--root", required=True, help="folder of images, <root>/{train,test}")
     parser.add_argument("--table", required=True, help="CSV file of NAS-Bench-201")
     parser.add_argument("--num", type=int, default=300, help="random cells that are scored")
-    parser.add_argument("--scores", nargs="+", default=["synflow", "naswot"], choices=PROXIES)
+    parser.add_argument("--scores", nargs="+", default=list(PROXIES), choices=PROXIES)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)

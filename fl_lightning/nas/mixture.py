@@ -6,6 +6,16 @@ per edge in the same weights (`fixed`). Training is in `Supernet`, which inherit
 Batch norm uses the statistics of the batch during the search, because running statistics would mix
 architectures. An evaluation uses statistics of training examples, or those of its own batch if updates are
 protected, because clients then send no sums.
+
+Instead of the largest α the accuracy of the shared weights can select an architecture when a search ends: that
+of drawn architectures (`choose_best`), or that of the mixture without an operation (`choose_by_perturbation`):
+
+    in random order of the edges:   keep o* = argmin_o accuracy(mixture without o on the edge), remove the others
+    in a space with fewer edges:    keep the edges of a node without which the accuracy is lowest
+
+Source: Wang et al. 2021, ICLR, "Rethinking architecture selection in differentiable NAS", Algorithm 1 (DARTS-PT).
+Differs: accuracy is on training examples, as sums over clients; weights do not train between decisions; of
+edges none is removed before all are judged.
 """
 
 from __future__ import annotations
@@ -14,10 +24,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import derive_seed, torch_generator
@@ -36,12 +47,14 @@ from fl_lightning.nas.relaxation import (
 from fl_lightning.nas.sampled_paths import BinaryGates
 from fl_lightning.nas.search.proxies import PROXIES, noise_batch
 from fl_lightning.nas.shared_weights import Batch, SharedWeights
-from fl_lightning.nas.spaces.cells import CellSpace, RowCosts, cost_table
+from fl_lightning.nas.spaces.cells import CellSpace, RowCosts, RowSpace, cost_table
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.space import Architecture, Networks
 from fl_lightning.nas.sub_networks.evaluation import batch_norms, training_accuracies
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.server.server import as_aggregator
+
+Selection = Literal["alpha", "perturbation"]
 
 
 @final
@@ -230,33 +243,67 @@ class CellMixture(SharedWeights):
         shares = self.space.masked(alphas["alpha"]).softmax(1)
         return self.costs[self._measure].expected(shares)
 
-    def choose_best(self, count: int) -> float | None:
+    def choose_best(self, count: int) -> str:
         """Draw architectures by α and keep the most accurate as `chosen`; all processes call this.
 
         Args:
             count: number of draws; with 1 there is no choice.
 
         Returns:
-            Accuracy of the kept architecture on training examples, or None without a choice, e.g. because
-            updates are protected.
+            Description of the choice, or an empty string without one, e.g. without training examples.
         """
-        if count == 1 or self.is_protected:
-            return None
+        if count == 1:
+            return ""
         generator, alpha = torch_generator(self.seed, "best of"), self.alpha.detach()
         draws = (alpha + gumbel_noise(alpha, generator) for _ in range(count))
         drawn = list(dict.fromkeys(self.space.derive(logits) for logits in draws))
-        found = training_accuracies(
+        found = self._accuracies([self.fixed(one) for one in drawn])
+        if found is None:
+            return ""
+        accuracy, number = max((value, -n) for n, value in enumerate(found))
+        self.chosen = drawn[-number]
+        return f"the best drawn one (accuracy {accuracy:.3f})"
+
+    def choose_by_perturbation(self) -> str:
+        """Keep as `chosen` the operations without which the mixture is least accurate; see `choose_best`."""
+        space, alpha, mixed = self.space, self.alpha.detach(), self.mixed(self.point, SearchStep())
+        factors, rows = mixed.operations.clone(), range(space.num_rows)
+        is_choice = space.masked(torch.zeros_like(alpha)) == 0
+        keeps_all_edges = isinstance(space, RowSpace)
+        if not keeps_all_edges and space.none >= 0:
+            is_choice[:, space.none] = False
+        order = torch.randperm(len(rows), generator=torch_generator(self.seed, "perturbation"))
+        for row in order.tolist():
+            options = is_choice[row].nonzero()[:, 0].tolist()
+            without = factors.repeat(len(options), 1, 1)
+            without[range(len(options)), row, options] = 0
+            found = self._accuracies([replace(mixed, operations=one) for one in without])
+            if found is None:
+                return ""
+            # of operations that are missed alike the one with the largest α
+            missed = zip(found, (-alpha[row, options]).tolist(), options, strict=True)
+            factors[row] = functional.one_hot(torch.tensor(min(missed)[2]), alpha.shape[1])
+        logits = factors
+        if not keeps_all_edges:
+            edges = torch.ones(len(rows)).to(factors) if mixed.edges is None else mixed.edges
+            others = 1 - torch.eye(len(rows)).to(factors)
+            found = self._accuracies(
+                [EdgeWeights(factors * kept[:, None], edges=edges * kept) for kept in others]
+            )
+            assert found is not None, "the examples are those of before"
+            logits = factors * (2 - torch.tensor(found).to(factors))[:, None]
+        self.chosen = space.derive(logits)
+        return "of the operations that the mixture misses most"
+
+    def _accuracies(self, networks: Sequence[EdgeWeights]) -> list[float] | None:
+        """Accuracies of networks on training examples over all clients; None without such examples."""
+        return training_accuracies(
             self.trainer,
             self.network,
-            [self.fixed(one) for one in drawn],
+            networks,
             max_examples=self.recalibration_examples,
             seed=self.seed,
         )
-        if found is None:
-            return None
-        accuracy, number = max((value, -n) for n, value in enumerate(found))
-        self.chosen = drawn[-number]
-        return accuracy
 
     # Evaluation.
 
@@ -310,6 +357,7 @@ def check_rule(
     penalty: Penalty | None,
     alpha_draws: int,
     table: str | None,
+    selection: Selection,
 ) -> None:
     """Raise ConfigurationError if a space or a rule does not go together with another part of a search."""
     if table is not None and not isinstance(space, NASBench201):
@@ -330,6 +378,12 @@ def check_rule(
         raise ConfigurationError(
             f"model.penalty {type(penalty).__name__} adds to a loss, and model.learn Reward learns from accuracy "
             "alone: leave one of them out"
+        )
+    if selection == "perturbation" and (rule.draws or isinstance(learn, Reward)):
+        part = type(rule if rule.draws else learn).__name__
+        raise ConfigurationError(
+            f"model.selection perturbation removes operations from the mixture of all, and {part} runs drawn "
+            "networks: use Softmax or PartialChannels with Gradient, or selection: alpha"
         )
     if alpha_draws > 1 and (not rule.draws or isinstance(rule, BinaryGates)):
         why = "shifts the pair of each draw" if rule.draws else "draws nothing: all would be equal"

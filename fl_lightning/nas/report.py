@@ -61,7 +61,7 @@ class SearchReport(Callback):
 
     def __init__(self) -> None:
         self._signal = GradientSignal()
-        self._best_accuracy: float | None = None
+        self._choice = ""  # description of a choice by other means than α
         self._shares: dict[int, Tensor] = {}  # probabilities of the operations after each round
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class SearchReport(Callback):
         if federation is None:
             _check_one_device(trainer.world_size)
             return
-        _check_beside_updates(federation, module.sends_buffers)
+        _check_beside_updates(federation, module.sends_beside)
         if stage != "fit":
             return
         if federation.local_steps is not None:
@@ -157,8 +157,8 @@ class SearchReport(Callback):
     def _verdict(self, module: Any, last_round: int) -> str:
         """Return the line that names the found architecture, or says that α has not decided."""
         found, errors = module.architecture, self._signal.standard_errors
-        if self._best_accuracy is not None:
-            return f"architecture: {found}, the best drawn one (accuracy {self._best_accuracy:.3f})"
+        if self._choice:
+            return f"architecture: {found}, {self._choice}"
         if not module.moves_alpha(last_round):
             return (
                 f"alpha has not moved: it is fixed for the first {module.alpha_from:.0%} of the search. Its "
@@ -175,15 +175,22 @@ class SearchReport(Callback):
         if not why:
             is_start = found == module.started_from
             return f"architecture: {found}{', that of its zero-cost start' if is_start else ''}"
+        ratio = self._signal.to_noise
+        needs = (
+            f": {(3 / ratio) ** 2:,.0f} steps of alpha at this signal to noise" if ratio > 0 else ""
+        )
         return (
             f"alpha has not decided: {why}. Its largest numbers say {found}, little better than a draw. "
-            "Search longer, with a higher rate of alpha, or let the weights learn first (model.alpha_from)"
+            f"Search longer{needs}, with a higher rate of alpha, or let the weights learn first (model.alpha_from)"
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the best of several drawn architectures, if the search learns from rewards."""
+        """Choose the architecture by accuracy, if an option of the search says so."""
         module: Any = pl_module
-        self._best_accuracy = module.choose_best(module.best_of)
+        if module.selection == "perturbation":
+            self._choice = module.choose_by_perturbation()
+        else:
+            self._choice = module.choose_best(module.best_of)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the found architecture and write its files."""
@@ -344,17 +351,17 @@ def _check_turns(alpha_every: int, num_steps: float, what: str) -> None:
 
 
 def _check_beside_updates(federation: Any, sends: str) -> None:
-    """Raise ConfigurationError if buffers would be sent unprotected beside protected updates.
+    """Raise ConfigurationError if values would be sent unprotected beside protected updates.
 
     Args:
         federation: options of the federation.
-        sends: option because of which clients send buffers; empty if there is none.
+        sends: option because of which clients send values; empty if there is none.
     """
     hides = protector(federation)
     if sends and hides is not None:
         raise ConfigurationError(
-            f"{sends} is sent in buffers beside the update, and {type(hides).__name__} protects "
-            "updates alone: use architecture_state: server, and learn: Gradient"
+            f"{sends} is sent beside the update, and {type(hides).__name__} protects updates alone: use "
+            "architecture_state: server, learn: Gradient, and selection: alpha"
         )
 
 

@@ -54,7 +54,7 @@ from fl_lightning.nas.alpha_optimizer import (
     num_kept,
     recall,
 )
-from fl_lightning.nas.mixture import CellMixture, ZeroCostStart, check_rule
+from fl_lightning.nas.mixture import CellMixture, Selection, ZeroCostStart, check_rule
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
     Relaxation,
@@ -122,6 +122,9 @@ class Supernet(CellMixture):
             α then only accumulates gradients: with `torch.optim.SGD` for α the mean gradient decides.
         warm_up: operations that run until α moves: those that the ``rule`` runs, or ``all`` with equal
             weights, which trains the weights of a rule with one operation per edge in fewer steps.
+        selection: what selects the architecture when the search ends. ``alpha``: the largest α (or drawn
+            ones, see `Reward`). ``perturbation``: on every edge the operation without which the mixture is
+            least accurate on training examples, for rules that run all operations.
         clip_norm: largest norm of the weights' gradient, > 0.
         table: path of a file with the results of NAS-Bench-201, see `NASBench201Table`. The results of the
             current cell are logged; the search does not use them.
@@ -167,6 +170,7 @@ class Supernet(CellMixture):
         alpha_draws: int = 1,
         alpha_held: bool = False,
         warm_up: WarmUp = "rule",
+        selection: Selection = "alpha",
         clip_norm: float = 5.0,
         table: str | None = None,
         recalibration_examples: int | None = 512,
@@ -174,7 +178,7 @@ class Supernet(CellMixture):
         seed: int | None = None,
     ) -> None:
         rule, self._learn, self._penalty = rule or Softmax(), learn or Gradient(), penalty
-        check_rule(rule, space, self._learn, penalty, alpha_draws, table)
+        check_rule(rule, space, self._learn, penalty, alpha_draws, table, selection)
         shape = {"num_classes": num_classes, "in_channels": in_channels}
         super().__init__(
             Networks(space, image_size, {**shape, "channels": channels, "cells": cells}),
@@ -198,6 +202,7 @@ class Supernet(CellMixture):
         self._alpha_draws, self._warm_up = alpha_draws, warm_up
         self.register_buffer("baseline", torch.zeros(int(isinstance(self._learn, Reward))))
         self.best_of = self._learn.best_of if isinstance(self._learn, Reward) else 1
+        self.selection = selection
         self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
         if architecture_state == "clients":
@@ -230,10 +235,12 @@ class Supernet(CellMixture):
         return [name for name in ("baseline", "kept_state") if getattr(self, name).numel()]
 
     @property
-    def sends_buffers(self) -> str:
-        """Option because of which clients send buffers beside the update; empty if there is none."""
+    def sends_beside(self) -> str:
+        """Option because of which clients send values beside the update; empty if there is none."""
         if self.architecture_state == "clients":
             return "architecture_state: clients"
+        if self.selection == "perturbation":
+            return "the number of right answers of model.selection perturbation"
         return "the baseline of model.learn Reward" if isinstance(self._learn, Reward) else ""
 
     def new_architecture_optimizer(self, params: Any) -> Optimizer:

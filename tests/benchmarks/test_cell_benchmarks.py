@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 from small_sets import write_folder
 
-from benchmarks import cell_search, supernet_rank, trained_search, zero_cost
+from benchmarks import cell_search, one_shot_rank, supernet_rank, trained_search, zero_cost
 from fl_lightning.nas import NASBench201
+from fl_lightning.nas.spaces.mobilenet import small_mobilenet
 from fl_lightning.nas.spaces.nas_bench_201 import CELL_COLUMN, COLUMNS
 
 SPACE = NASBench201()
@@ -80,3 +81,12 @@ def test_a_supernet_is_ranked(files, monkeypatch, capsys):
     assert (half["steps"], end["steps"], end["cells"]) == (5, 10, 12)
     assert half["params"] == end["params"] > 0.5  # the table prefers large convolutions
     assert -1 <= end["loss"] <= 1
+
+
+def test_sub_networks_are_ranked(files, monkeypatch, capsys):
+    monkeypatch.setattr(one_shot_rank, "SPACE", small_mobilenet())
+    words = [*files[:2], "--num", "3", "--steps", "2"]
+    [found] = printed(monkeypatch, capsys, one_shot_rank, words)
+    assert (found["networks"], found["steps"]) == (3, 2)
+    assert -1 <= found["correlation"] <= 1
+    assert 0 <= found["largest_alone"] <= 1

@@ -108,6 +108,13 @@ def test_a_damaged_file_is_refused(tmp_path):
     del whole["milliseconds"]["blocks"]["cell nor_conv_3x3 16→16 stride 1"]
     contents = {"damaged": json.dumps(whole), "version 7": json.dumps({**whole, "version": 7})}
     contents |= {"no latency file": "{}", "no JSON": "no"}
+    # a space of sizes was described otherwise: the file is old, not damaged
+    before = {
+        **whole,
+        "version": 1,
+        "space": {"class_path": "fl_lightning.nas.MobileNet", "init_args": {"w": 1}},
+    }
+    contents["of version 1, .* measure again with fl-lightning latency --out"] = json.dumps(before)
     for says, content in contents.items():
         path.write_text(content)
         with pytest.raises(ConfigurationError, match=says):

@@ -9,6 +9,8 @@ import torch
 from nas_bench_201_costs import benchmark_flops, benchmark_params
 from small_sets import write_folder
 from torch import nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
@@ -18,9 +20,11 @@ from fl_lightning.nas.search.proxies import (
     PROXIES,
     MeanRank,
     ProxyScore,
+    epe,
     fisher,
     folder_batches,
     grad_norm,
+    grasp,
     jacov,
     l2_norm,
     naswot,
@@ -28,6 +32,7 @@ from fl_lightning.nas.search.proxies import (
     plain,
     snip,
     synflow,
+    zen,
 )
 from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
@@ -82,6 +87,71 @@ def test_plain_and_fisher_of_a_linear_layer():
     assert plain(network, *batch) == pytest.approx(-P)
     assert fisher(network, *batch) == pytest.approx(P**2 / 2)
     assert network.weight.grad is None
+
+
+def test_grasp_of_a_linear_layer():
+    # the gradient is (-P, P), the Hessian P (1 - P) (1, -1; -1, 1): H g = 2 P² (1 - P) (-1, 1)
+    network, batch = linear([1.0], [0.0]), (torch.ones(1, 1), torch.tensor([0]))
+    assert grasp(network, *batch) == pytest.approx(2 * P**2 * (1 - P))
+
+
+def test_grasp_is_the_change_of_the_gradients_norm():
+    """Half the derivative of ‖∂L/∂θ‖² towards weights of 0, by finite differences."""
+    torch.manual_seed(0)
+    network = nn.Sequential(linear(*torch.randn(4, 3).tolist()), nn.Softplus())
+    network = network.append(linear(*torch.randn(2, 4).tolist())).double()
+    images, labels = torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2
+
+    def norm(factor):
+        with torch.no_grad():
+            scaled = {name: factor * p for name, p in network.named_parameters()}
+        scaled = {name: p.requires_grad_() for name, p in scaled.items()}
+        loss = cross_entropy(functional_call(network, scaled, (images,)), labels)
+        gradients = torch.autograd.grad(loss, list(scaled.values()))
+        return float(sum(g.square().sum() for g in gradients))
+
+    expected = (norm(1 - 1e-5) - norm(1 + 1e-5)) / 2e-5 / 2
+    assert grasp(network, images, labels) == pytest.approx(expected, rel=1e-6)
+
+
+def test_epe_of_gradients_in_opposite_directions():
+    # correlation -1/2 between the two examples, as for jacov
+    network = nn.Sequential(nn.ReLU(), linear([1.0, 1.0, 1.0]))
+    images = torch.tensor([[1.0, -1.0, -1.0], [-1.0, -1.0, 1.0]])
+    own, other = math.log(1 + 1e-5), math.log(0.5 + 1e-5)
+    assert epe(network, images, torch.tensor([4, 4])) == pytest.approx(abs(2 * own + 2 * other))
+    assert epe(network, images, torch.tensor([4, 7])) == pytest.approx(2 * own)
+    assert epe(nn.Sequential(nn.ReLU()), -images.abs(), torch.zeros(2)) == -math.inf
+    # class 0 has both, and a hundred classes one each: mean over classes of the differences of pairs
+    many = torch.cat([images, images[:1].expand(100, 3)])
+    labels = torch.cat([torch.zeros(2), torch.arange(1, 101)])
+    difference = abs((own + other) - own)
+    assert epe(network, many, labels) == pytest.approx(2 * 100 * difference / 101, rel=1e-4)
+
+
+def zen_of(*layers, channels=1):
+    """Score of layers before a pool, and the draws of x, ε and the first layer's weights."""
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 2))
+    images, generator = torch.zeros(64, 1, 6, 6), torch_generator(0, "zen")
+    weights = torch.randn(layers[0].weight.shape, generator=generator)
+    torch.randn(2, channels, generator=generator)
+    x, noise = (torch.randn(images.shape, generator=generator) for _ in range(2))
+    length = float(noise.flatten(1).norm(dim=1).mean())
+    return zen(network, images, torch.zeros(64)), weights, x, length
+
+
+def test_zen_of_a_linear_layer_with_and_without_norms():
+    """A norm divides the features by what its spread multiplies the score with."""
+    convolution = lambda channels: nn.Conv2d(1, channels, 1, bias=False)
+    value, weights, _, length = zen_of(convolution(1))
+    expected = math.log(0.01 * float(weights.abs()) * length)
+    assert value == pytest.approx(expected, abs=1e-4)
+    value, *_ = zen_of(convolution(1), nn.BatchNorm2d(1))
+    assert value == pytest.approx(expected, abs=0.01)
+    value, weights, _, length = zen_of(convolution(2), nn.BatchNorm2d(2), channels=2)
+    # both channels have unit variance, and the spread is that of the mean variance of both
+    expected = math.log(0.01 * float(weights.norm()) * length)
+    assert value == pytest.approx(expected, abs=0.01)
 
 
 def test_fisher_sums_over_pixels_before_it_squares():
@@ -188,7 +258,7 @@ def test_naswot_counts_activations_that_agree():
     assert naswot(nn.Sequential(nn.ReLU(inplace=True)), same, torch.zeros(2)) == -math.inf
 
 
-@pytest.mark.parametrize("name", ["naswot", "jacov", "snip", "grad_norm"])
+@pytest.mark.parametrize("name", ["naswot", "jacov", "epe", "zen", "snip", "grad_norm"])
 def test_a_single_image_is_refused_where_it_tells_nothing(name):
     network = nn.Sequential(linear([1.0, 2.0]), nn.BatchNorm1d(1), nn.ReLU())
     with pytest.raises(
@@ -232,6 +302,10 @@ def test_every_proxy_scores_every_space(space, name):
     score = ProxyScore(name, networks, [noise_batch(4, networks, 0)])
     drawn = made.architecture([len(decision.options) - 1 for decision in made.decisions])
     state = torch.get_rng_state()
+    if name == "grasp" and space in ("small_mobilenet", "small_vit"):
+        with pytest.raises(ConfigurationError, match="grasp needs second derivatives"):
+            score(drawn)
+        return
     assert math.isfinite(score(drawn)) or space == "nas_bench_201"
     assert score(drawn) == score(drawn)
     assert torch.equal(torch.get_rng_state(), state)
@@ -263,7 +337,7 @@ def test_over_iid_clients_a_pooled_score_ranks_as_one_batch_does():
     assert rank_correlation(found, expected) > 0.9
 
 
-@pytest.mark.parametrize("name", ["snip", "grad_norm", "naswot", "jacov"])
+@pytest.mark.parametrize("name", ["snip", "grad_norm", "grasp", "naswot", "jacov", "epe"])
 def test_scores_that_do_not_add_up_are_of_one_client(name):
     networks = Networks(NASBench201(), 8, {"in_channels": 3, "num_classes": 10})
     batch = noise_batch(2, networks, 0)

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+from fl_lightning import CentralDP, ConfigurationError, FederatedDataModule, Federation
+from fl_lightning.core.seeds import torch_generator
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.nas import (
@@ -25,9 +26,10 @@ from fl_lightning.nas import (
     Supernet,
 )
 from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
-from fl_lightning.nas.relaxation import EdgeWeights
-from fl_lightning.nas.spaces.cells import CellNetwork, CellSpace, Row
+from fl_lightning.nas.relaxation import EdgeWeights, SearchStep
+from fl_lightning.nas.spaces.cells import CellNetwork, CellSpace, Row, Zero
 from fl_lightning.nas.spaces.space import Decision
+from fl_lightning.nas.sub_networks.evaluation import training_accuracies
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def adam(params):
 
 def supernet(space, rule=None, **options):
     seed_everything(0, verbose=False)
-    one_pixel = "TwoLayers" in str(space)
+    one_pixel = isinstance(space, TwoLayers)
     return Supernet(
         space,
         rule,
@@ -391,20 +393,141 @@ def test_a_rate_of_zero_is_refused():
         ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.0), local_lr=0.0)
 
 
-@pytest.mark.parametrize("num_clients", [3, 1])
-def test_the_best_of_drawn_architectures_is_the_result(num_clients):
-    """One operation is the identity, the other forgets its input: only the first can be right."""
-    module = supernet(TwoLayers(), SinglePath(), learn=Reward(best_of=20))
-    linear, forgets = module.network.edge.operations
+def taught(module):
+    """Set weights by which one operation is the identity and the other forgets its input, and α the wrong way."""
+    linear, forgets = module.network.edge.operations[-2:]
     with torch.no_grad():
+        for bias in (linear.bias, forgets[0].bias, module.network.head.bias):
+            bias.zero_()
         linear.weight.copy_(torch.eye(4)[..., None, None])
         forgets[0].weight.zero_()
         module.network.head.weight.copy_(torch.tensor([[-9.0, 0, 0, 0], [9.0, 0, 0, 0]]))
-        module.alpha.copy_(torch.tensor([[0.0, 1.0]]))  # the wrong one is more probable
+        module.alpha[:] = 0
+        module.alpha[:, -1] = 1  # the wrong one is more probable
+    return module
+
+
+def searched(module, num_clients):
     x, _ = vectors().tensors
-    examples = TensorDataset(x, (x[:, 0] > 0).long().flatten())
+    examples = TensorDataset(x, (x[:, 0] > 0).long().flatten())  # only the identity can be right
     callbacks = [Federation(local_steps=1)] if num_clients > 1 else []
-    trainer = toy_trainer(*callbacks, max_epochs=1)
-    trainer.fit(module, datamodule=data(examples, num_clients, 60))
+    return fitted(module, data(examples, num_clients, 60), *callbacks, rounds=1)
+
+
+@pytest.mark.parametrize("num_clients", [3, 1])
+@pytest.mark.parametrize("options", [{"learn": Reward(best_of=20)}, {"selection": "perturbation"}])
+def test_accuracy_selects_against_alpha(options, num_clients):
+    rule = SinglePath() if "learn" in options else Softmax()
+    module = searched(taught(supernet(TwoLayers(), rule, **options)), num_clients)
     assert module.alpha.argmax() == 1
     assert str(module.architecture) == "linear"
+
+
+class Sum(nn.Module):
+    """The edges of a node, which see the same input."""
+
+    def __init__(self, edges):
+        super().__init__()
+        self.edges = nn.ModuleList(edges)
+
+    def forward(self, x):
+        return sum(edge(x) for edge in self.edges)
+
+
+@dataclass(frozen=True)
+class Fork(TwoLayers):
+    """Two edges into a node, of which a network keeps one."""
+
+    name: ClassVar[str] = "fork"
+    operations: ClassVar[tuple[str, ...]] = ("none", "linear", "tanh")
+    none: ClassVar[int] = 0
+
+    @property
+    def rows(self):
+        return Row("cell", 0, 2), Row("cell", 1, 2)
+
+    @property
+    def decisions(self):
+        return Decision("edge", ("first", "second")), Decision("operation", self.operations[1:])
+
+    def operations_of(self, architecture):
+        edge, operation = architecture.choices
+        return tuple((1 + operation) * (row == edge) for row in range(2))
+
+    def text(self, choices):
+        return f"{self.operations[1 + choices[1]]}~{choices[0]}"
+
+    def derive(self, alpha, beta=None):
+        best, operation = alpha.softmax(1)[:, 1:].max(1)
+        return self.architecture([int(best.argmax()), int(operation[best.argmax()])])
+
+    def network(self, make_edge, *, num_classes, in_channels=3, channels=16, cells=5, affine=True):
+        linear = lambda i, o, s: nn.Conv2d(4, 4, 1)
+        candidates = (
+            lambda i, o, s: Zero(1),
+            linear,
+            lambda i, o, s: nn.Sequential(linear(i, o, s), nn.Tanh()),
+        )
+        edges = (make_edge(row, candidates, 4, 4, 1) for row in range(2))
+        node = Sum(edge for edge in edges if edge is not None)
+        head = nn.Linear(4, num_classes)
+        return CellNetwork({"edge": node, "flatten": nn.Flatten(), "head": head})
+
+
+def test_perturbation_selects_edges_where_a_space_keeps_some():
+    module = supernet(Fork(), selection="perturbation")
+    useless, useful = module.network.edge.edges
+    module.network.edge.operations = useful.operations
+    taught(module)
+    del module.network.edge.operations
+    with torch.no_grad():
+        for operation in useless.operations.parameters():
+            operation.zero_()
+        module.alpha[0, 1] = 5.0  # α prefers the useless edge
+    module = searched(module, 3)
+    assert str(module.space.derive(module.alpha)) == "linear~0"
+    assert str(module.architecture) == "linear~1"
+
+
+@pytest.mark.parametrize("num_clients", [3, 1])
+def test_perturbation_keeps_what_a_plain_loop_keeps(num_clients):
+    """A loop over pairs of an edge and an operation; with three batches of statistics over clients."""
+    callbacks = [Federation(local_steps=1)] if num_clients > 1 else []
+
+    class Repeats(Callback):
+        def on_train_end(self, trainer, module):
+            alpha, space = module.alpha.detach(), module.space
+            h = module.mixed(module.point, SearchStep()).operations.detach().clone()
+            order = torch.randperm(6, generator=torch_generator(0, "perturbation"))
+            for row in order.tolist():
+                accuracies = []
+                for operation in range(5):
+                    without = h.clone()
+                    without[row, operation] = 0.0
+                    [value] = training_accuracies(
+                        trainer, module.network, [EdgeWeights(without)], max_examples=None, seed=0
+                    )
+                    accuracies.append(value)
+                tied = [o for o in range(5) if accuracies[o] == min(accuracies)]
+                kept = max(tied, key=lambda o: alpha[row, o])
+                h[row] = torch.eye(5)[kept]
+            self.found = space.architecture(h.argmax(1).tolist())
+
+    repeats = Repeats()
+    options = {"selection": "perturbation", "recalibration_examples": None}
+    module = supernet(NASBench201(), **options)
+    module = fitted(module, data(images(), num_clients, 24), *callbacks, repeats, rounds=2)
+    assert module.chosen == repeats.found
+    assert module.chosen != module.space.derive(module.alpha.detach())
+
+
+def test_perturbation_needs_the_mixture_and_counts_of_clients():
+    for rule, learn in ((HardGumbel(), None), (SinglePath(), Reward()), (Softmax(), Reward())):
+        with pytest.raises(ConfigurationError, match=r"model\.selection perturbation removes"):
+            supernet(TwoLayers(), rule, learn=learn, selection="perturbation")
+    private = Federation(local_steps=1, privacy=CentralDP(clip_norm=1.0, noise_multiplier=1.0))
+    module = supernet(TwoLayers(), selection="perturbation")
+    with pytest.raises(
+        ConfigurationError, match=r"right answers of model\.selection perturbation is"
+    ):
+        fitted(module, data(vectors(), 3, 60), private)

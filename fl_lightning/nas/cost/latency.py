@@ -30,7 +30,7 @@ from fl_lightning.nas.spaces.named import described_space, description
 from fl_lightning.nas.spaces.space import Architecture, Networks
 
 FORMAT = "fl-lightning latency"
-VERSION = 1
+VERSION = 2  # 1 described spaces of sizes by other settings
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ class LatencyTable:
             )
         if content.get("version") != VERSION:
             raise ConfigurationError(
-                f"latency file {path} is of version {content.get('version')}, and version {VERSION} "
-                "is read: measure again"
+                f"latency file {path} is of version {content.get('version')}, and version {VERSION} is read: "
+                f"measure again with fl-lightning latency --out {path}, and the space and sides of before"
             )
         try:
             table = cls._of(content)

@@ -13,6 +13,12 @@
     fisher    Σ_channels mean_i (Σ_pixels a · ∂L/∂a)² / 2, a the outputs of layers;
               of a transformer, tokens are the pixels
                                                                     Turner et al. 2020, ICLR
+    grasp     -Σ_θ θ · H g, g = ∂L/∂θ, H the Hessian                Wang et al. 2020, ICLR
+    epe       Σ_classes |Σ_ij log(|c_ij| + k)|, c the correlations between the input gradients of
+              a class's examples; of over 100 classes the mean over classes of differences of pairs,
+              Σ_ij being divided by the number of examples          Lopes et al. 2021, ICANN, its code
+    zen       log E‖f(x + 0.01 ε) - f(x)‖ + Σ_norms log σ, f the features before the global pool, x, ε
+              and weights Gaussian, σ² a batch norm's mean variance Lin et al. 2021, ICCV
 
 Several proxies are combined by ranks, which need no common unit: the score of an architecture is the share
 of random architectures that it beats, averaged over proxies (`MeanRank`).
@@ -22,14 +28,15 @@ Over clients a score is pooled: every client scores the network on its own batch
 
 n^d S is a sum over examples for ``plain`` (d = 1, S is linear in the gradient of a mean) and ``fisher`` (d = 3,
 S is a mean of squares of gradients of a mean): then S is the score of all examples in one batch, but for batch
-norms, which see a client's batch alone. ``snip`` and ``grad_norm`` are not linear in the gradient, ``naswot`` and
-``jacov`` compare examples of different clients: they are refused. ``synflow`` and ``l2_norm`` see no examples.
+norms, which see a client's batch alone. ``snip`` and ``grad_norm`` are not linear in the gradient, ``grasp`` multiplies
+the gradients of different clients, ``naswot``, ``jacov`` and ``epe`` compare their examples: they are refused.
+``synflow``, ``l2_norm`` and ``zen`` see no examples.
 
 θ are the weights of convolutions and linear layers. The number of parameters and FLOPs are proxies as well;
 a proxy that does not beat them is useless. All networks see the same batch: noise, or images of a folder.
 Source of the proxies as scores of architectures: Abdelfattah et al. 2021, ICLR, and its code.
-Differs: the logarithm of synflow, which keeps the order and fits a plot.
-A network whose output does not depend on its input scores -∞ (synflow: 0).
+Differs: the logarithm of synflow, which keeps the order and fits a plot; `zen` leaves shortcuts in place.
+A network whose output does not depend on its input scores -∞ (synflow and sums of gradients: 0).
 """
 
 from __future__ import annotations
@@ -111,6 +118,28 @@ def plain(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Return Σ θ · ∂L/∂θ; arguments and errors as for `snip`."""
     pairs = _weights_and_gradients(*_loss("plain", network, images, labels))
     return sum(float((weight * gradient).double().sum()) for weight, gradient in pairs)
+
+
+def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return -Σ θ · H g: half the first-order change of ‖∂L/∂θ‖² if weights are removed one by one.
+
+    Raises:
+        ConfigurationError: as for `snip`, and if a layer has no second derivative.
+    """
+    copied, loss = _loss("grasp", network, images, labels)
+    weights = _weights(copied)
+    options: Any = {"allow_unused": True, "materialize_grads": True}
+    gradients = torch.autograd.grad(loss, weights, create_graph=True, **options)
+    norm = sum((own * own.detach()).sum() for own in gradients)
+    try:
+        products = torch.autograd.grad(norm, weights, **options)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"score grasp needs second derivatives of the network, and PyTorch lacks one: {error}. Use "
+            "another score"
+        ) from None
+    pairs = zip(weights, products, strict=True)
+    return -sum(float((weight.detach() * own).double().sum()) for weight, own in pairs)
 
 
 def fisher(network: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -212,18 +241,77 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         ConfigurationError: for a batch of one.
     """
     _check_batch("jacov", images)
-    inputs = images.detach().clone().requires_grad_()
-    outputs = copy.deepcopy(network).train()(inputs).sum()
-    if not outputs.requires_grad:
-        return -math.inf
-    (gradients,) = torch.autograd.grad(outputs, inputs, allow_unused=True)
-    if gradients is None:
-        return -math.inf
-    correlations = torch.corrcoef(gradients.flatten(1).double())
-    if not correlations.isfinite().all():  # an example has no gradient
+    correlations = _correlations(network, images)
+    if correlations is None:
         return -math.inf
     values = torch.linalg.eigvalsh(correlations).clamp(min=0) + _K
     return float(-(values.log() + 1 / values).sum())
+
+
+def epe(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the score of EPE-NAS: higher if gradients of a class's examples are less correlated.
+
+    Raises:
+        ConfigurationError: for a batch of one.
+    """
+    _check_batch("epe", images)
+    correlations = _correlations(network, images)
+    if correlations is None:
+        return -math.inf
+    logs = (correlations.abs() + _K).log()
+    members = [labels == label for label in labels.unique()]
+    of_classes = torch.stack([logs[own][:, own].sum() for own in members])
+    if len(members) <= 100:
+        return float(of_classes.abs().sum())
+    means = of_classes / torch.stack([own.sum() for own in members])
+    return float((means[:, None] - means).abs().sum() / len(members))
+
+
+def _correlations(network: nn.Module, images: Tensor) -> Tensor | None:
+    """Correlations between input gradients of examples, (B, B) in float64; None if one has no gradient."""
+    inputs = images.detach().clone().requires_grad_()
+    outputs = copy.deepcopy(network).train()(inputs).sum()
+    if not outputs.requires_grad:
+        return None
+    (gradients,) = torch.autograd.grad(outputs, inputs, allow_unused=True)
+    if gradients is None:
+        return None
+    found = torch.corrcoef(gradients.flatten(1).double())
+    return found if found.isfinite().all() else None
+
+
+def zen(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the Zen-score: how far noise moves the features; of the images only the shape is used.
+
+    Raises:
+        ConfigurationError: for a batch of one.
+    """
+    _check_batch("zen", images)
+    generator, copied = torch_generator(0, "zen"), copy.deepcopy(network).train()
+    seen: dict[nn.Module, Tensor] = {}
+
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator).to(like)
+
+    for weight in _weights(copied):
+        weight.data = normal(weight)
+    norms, pools = (
+        [module for module in copied.modules() if isinstance(module, kind)]
+        for kind in (nn.modules.batchnorm._BatchNorm, nn.AdaptiveAvgPool2d)
+    )
+    for module in (*norms, *pools):
+        module.register_forward_pre_hook(lambda own, x: seen.update({own: x[0].double()}))
+    with torch.no_grad():
+        x = normal(images)
+        features = []
+        for inputs in (x + 0.01 * normal(x), x):  # norms keep the second ones
+            logits = copied(inputs).double()
+            features.append(seen[pools[-1]] if pools else logits)
+    distance = (features[0] - features[1]).flatten(1).norm(dim=1).mean()
+    spreads = [seen[norm].transpose(0, 1).flatten(1).var(1, correction=0).mean() for norm in norms]
+    # a norm that sees zeros alone has no part in the features
+    logs = [0.5 * spread.log() for spread in spreads if spread > 0]
+    return float(distance.log() + sum(logs))
 
 
 PROXIES: dict[str, Proxy] = {
@@ -235,6 +323,9 @@ PROXIES: dict[str, Proxy] = {
     "l2_norm": l2_norm,
     "plain": plain,
     "fisher": fisher,
+    "grasp": grasp,
+    "epe": epe,
+    "zen": zen,
 }
 
 
@@ -254,7 +345,7 @@ def _remove_norms(network: nn.Module) -> None:
 
 
 # the powers d of the scores that can be pooled; 0 for those that see no examples
-_POWERS = {"synflow": 0, "l2_norm": 0, "plain": 1, "fisher": 3}
+_POWERS = {"synflow": 0, "l2_norm": 0, "zen": 0, "plain": 1, "fisher": 3}
 
 
 @final
