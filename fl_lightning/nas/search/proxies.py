@@ -130,7 +130,7 @@ def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     weights = _weights(copied)
     options: Any = {"allow_unused": True, "materialize_grads": True}
     gradients = torch.autograd.grad(loss, weights, create_graph=True, **options)
-    norm = sum((own * own.detach()).sum() for own in gradients)
+    norm = torch.stack([(own * own.detach()).sum() for own in gradients]).sum()
     try:
         products = torch.autograd.grad(norm, weights, **options)
     except RuntimeError as error:
