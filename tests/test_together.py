@@ -24,6 +24,8 @@ from fl_lightning.federation.options import traits_of
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import OWN_MASKS
 from fl_lightning.nas import OneShot, Supernet
+from fl_lightning.nas.alpha_gradients import TRIES_CELLS
+from fl_lightning.nas.one_shot import FROZEN
 from fl_lightning.server import ALIE
 
 PAGE = ROOT / "docs" / "together.md"
@@ -44,6 +46,8 @@ OF_THE_RUN = {
     "MaskCalibration with per_client": OWN_MASKS,
     "model Supernet": Supernet.federation_traits,
     "model OneShot": OneShot.federation_traits,
+    "model Supernet with best_of": TRIES_CELLS,
+    "model OneShot with a frozen teacher": FROZEN,
 }
 # The families whose members are options of a federation.
 FAMILIES = {

@@ -246,6 +246,8 @@ class FederatedDataModule(ForwardingDataModule):
     # For remote clients: function from a stage (``validation`` or ``test``) and clients to the metrics
     # that each client logs on its held-out examples. Set by the part that evaluates them remotely.
     evaluated_by: Callable[[str, list[int]], dict[int, dict[str, Tensor]]] | None = None
+    # For remote clients: function from their numbers of examples to their batch norm sums, by sub-network.
+    summed_by: Callable[[Mapping[int, int]], Iterator[list[dict[str, Tensor]]]] | None = None
 
     def join_as(self, places: Mapping[int, int], num_clients: int) -> None:
         """Renumber the clients as part of a larger federation, whose other clients get no examples.

@@ -42,6 +42,7 @@ from fl_lightning.federation.loop import plan_rounds as plan_rounds
 from fl_lightning.federation.loop import set_round as set_round
 from fl_lightning.federation.loop import training_loader as training_loader
 from fl_lightning.federation.options import Options as Options
+from fl_lightning.federation.options import federation_options as federation_options
 from fl_lightning.federation.plan import LocalWork as LocalWork
 from fl_lightning.federation.plan import WorkPlan as WorkPlan
 from fl_lightning.federation.processes.fork import ProcessTraceback as ProcessTraceback
@@ -70,6 +71,7 @@ from fl_lightning.federation.stages.asynchrony import Arrivals as Arrivals
 from fl_lightning.federation.stages.asynchrony import KeptVersions as KeptVersions
 from fl_lightning.federation.stages.attackers import Attackers as Attackers
 from fl_lightning.federation.stages.client_masks import MaskOfClient as MaskOfClient
+from fl_lightning.federation.stages.client_masks import client_masks as client_masks
 from fl_lightning.federation.stages.transport import SecureRounds as SecureRounds
 from fl_lightning.federation.stages.transport import Transport as Transport
 from fl_lightning.federation.start import Calendar as Calendar

@@ -20,7 +20,6 @@ from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_round_anew
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.start import Calendar, begin, prepare, take_over
 from fl_lightning.federation.visits.client_visits import refresh_losses
 from fl_lightning.federation.visits.personal_models import PersonalModels, recalled_models
@@ -61,10 +60,6 @@ class Federation(Options, Callback):
     _cleanup: ExitStack | None = None
     _saved: dict[str, Any] | None = None
     _missed: MissedPlateaus | None = None
-
-    def add(self, stage: Stage) -> None:
-        """Add a stage to the rounds of this fit; for the `setup` of other callbacks."""
-        self.handed.append(stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace batches by the clients of a round in the fit loop.

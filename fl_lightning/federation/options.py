@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+from lightning.pytorch import Trainer
+
 from fl_lightning.client.clocks import RecordedArrivals
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
@@ -62,7 +64,10 @@ class Options:
         parts: traits of the given options, by option and class.
         client_privacy: differential privacy of clients, or None.
         example_privacy: differential privacy of examples, or None.
+        is_at_site: whether these are a site's options: its clients train for a server elsewhere.
     """
+
+    is_at_site: bool = False
 
     def __init__(
         self,
@@ -188,6 +193,10 @@ class Options:
         if not local_steps and not local_epochs:
             self.local_epochs = 1
 
+    def add(self, stage: Stage) -> None:
+        """Add a stage to the rounds of this fit; for the `setup` of other callbacks."""
+        self.handed.append(stage)
+
     def _check(self, seed: int | None) -> None:
         """Raise all errors of the options at once, see `Options`."""
         raise_together(
@@ -252,6 +261,18 @@ class Options:
     def client_privacy(self) -> Privacy | None:
         """Differential privacy of clients, or None."""
         return None if isinstance(self.privacy, ExampleDP) else self.privacy
+
+
+def federation_options(trainer: Trainer) -> Options | None:
+    """Return the options with which a Trainer's clients train: in its own program, or elsewhere; None without clients.
+
+    A site has no `Federation`; its callback has them as an attribute ``federation``.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        found = callback if isinstance(callback, Options) else getattr(callback, "federation", None)
+        if isinstance(found, Options):
+            return found
+    return None
 
 
 def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:

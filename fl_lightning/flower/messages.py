@@ -240,7 +240,7 @@ class Order(_Message):
 
     Attributes:
         kind: ``hello`` begins a run and asks for facts about the site, ``calibrate`` asks for scores or
-            sums for a mask or a head, ``train`` for updates, ``sum`` for a stage of a hidden sum,
+            sums for a mask, a head or batch norm statistics, ``train`` for updates, ``sum`` for a stage of a hidden sum,
             ``evaluate`` for metrics; ``stop`` ends the run at the site.
         run: id of the run, 32 hexadecimal digits; a resumed run keeps its id.
         round: number of the round, ≥ 0.

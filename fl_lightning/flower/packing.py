@@ -33,6 +33,7 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation import Transport
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
+from fl_lightning.nas.shared_weights import SharedWeights
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.updates.message import Agreement, Message, MessageKind, decode, encode
 from fl_lightning.updates.path import Broadcast
@@ -75,17 +76,24 @@ class Packing:
         """
         update = replace(update, metrics={}, buffers=update.buffers[: self._num_buffers_up])
         arrival = self._sent(update, round_index)
+        params = arrival.payload
+        if params is None and update.active is not None:
+            params = Dense(update.delta[update.active])
         message = Message.of_update(
             update,
             space=self._agreed,
             round_index=round_index,
-            params=arrival.payload,
+            params=params,
             transforms=self._path.names,
         )
         return as_tensor(encode(message)), float(arrival.error)
 
     def opened_update(
-        self, data: Tensor | None, answer: ClientAnswer, round_index: int
+        self,
+        data: Tensor | None,
+        answer: ClientAnswer,
+        round_index: int,
+        active: Tensor | None = None,
     ) -> ClientUpdate:
         """Decode the update of a client.
 
@@ -93,12 +101,15 @@ class Packing:
             data: bytes of the update, uint8 of shape (n,).
             answer: answer of the client, whose numbers of examples and steps were checked.
             round_index: round of the order.
+            active: True for coordinates that a client with a mask of its own trains and sends, shape (k,);
+                None for all.
 
         Raises:
             MessageError: if there are no bytes, or if they are not an update of this client, this round,
                 this space and these numbers.
         """
-        num_params, names = self._path.num_sent(self._space.size), self._path.names
+        like = self._like if active is None else self._like[: int(active.count_nonzero())]
+        num_params, names = self._path.num_sent(len(like)), self._path.names
         agreed = self._agreement("update", round_index, num_params, self._num_buffers_up, names)
         message = decode(bytes_of(data), agreed)
         found = message.client_id, message.num_examples, message.num_steps
@@ -108,11 +119,14 @@ class Packing:
                 f"{(answer.client, answer.num_examples, answer.num_steps)}"
             )
         delta = self._path.opened(
-            message.params, round_index=round_index, client_id=answer.client, like=self._like
+            message.params, round_index=round_index, client_id=answer.client, like=like
         )
-        self._check(delta)
+        self._check(delta, like)
         update, device = message.to_update(), self._space.device
-        update = replace(update, buffers=update.buffers.to(device), delta=delta.to(device))
+        delta = delta.to(device)
+        if active is not None:
+            delta = delta.new_zeros(self._space.size).masked_scatter_(active, delta)
+        update = replace(update, buffers=update.buffers.to(device), delta=delta, active=active)
         if not bool(update.norm.isfinite()):  # as clients check it: no sum of updates overflows
             raise MessageError("the update has numbers that are too large")
         return update
@@ -143,7 +157,7 @@ class Packing:
         agreed = self._agreement("model", round_index, num_params, self._num_buffers, names)
         message = decode(bytes_of(data), agreed)
         params = broadcast.opened(message.params, round_index, self._like)
-        self._check(params)
+        self._check(params, self._like)
         return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
 
     def _agreement(
@@ -163,11 +177,11 @@ class Packing:
             transforms=names,
         )
 
-    def _check(self, vector: Tensor) -> None:
-        if vector.shape != (self._space.size,) or vector.dtype != self._space.dtype:
+    def _check(self, vector: Tensor, like: Tensor) -> None:
+        if (vector.shape, vector.dtype) != (like.shape, like.dtype):
             raise MessageError(
                 f"the numbers are {tuple(vector.shape)} of {vector.dtype}, "
-                f"not ({self._space.size},) of {self._space.dtype}"
+                f"not {tuple(like.shape)} of {like.dtype}"
             )
 
 
@@ -242,6 +256,15 @@ def mask_of(order: Order) -> RunMask | None:
         return RunMask(mask, int(order.options["mask_number"]))
     except (ConfigurationError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise OrderRefused("model", f"the order has no mask: {error}") from error
+
+
+# sums of a client for a calibration, and the name of those for batch norm among what a site lets leave
+SUMS, STATISTICS = "stage/sums/", "batch_norm/sums"
+
+
+def named_sums(found: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the batch norm sums of several networks as one mapping, by number of the network and name."""
+    return {f"{at}/{name}": sums for at, own in enumerate(found) for name, sums in own.items()}
 
 
 def of_stage(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -366,7 +389,9 @@ def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
         module: module that trains.
         local: knows which tensors are sent, and which are personal.
     """
-    elsewhere = {*local.space.names, *local.buffers.names, *local.personal.names}
+    recomputed = module.recomputed if isinstance(module, SharedWeights) else ()
+    sent = (local.space, local.buffers, local.personal)
+    elsewhere = {*recomputed, *(name for each in sent for name in each.names)}
     named = [*module.named_parameters(), *module.named_buffers()]
     digest = hashlib.sha256()
     for name, tensor in sorted(named, key=lambda pair: pair[0]):

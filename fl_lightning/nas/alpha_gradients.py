@@ -57,6 +57,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.traits import Trait, Traits
 
 Tensors = Mapping[str, Tensor]
 # weights, architecture parameters -> loss
@@ -120,6 +121,16 @@ class Gradient(AlphaGradient):
 
     def __init__(self, order: Order = "first") -> None:
         self.order: Order = order
+
+
+# of a search that tries cells at its end: drawn ones (best_of), or by perturbation
+TRIES_CELLS = Traits(
+    needs={
+        Trait.SIMULATION: "counts right answers of cells on clients' examples at its end (best_of above 1, or "
+        "selection by perturbation), which sites do not send"
+    },
+    instead={Trait.SIMULATION: "set best_of of model.learn to 1, and model.selection to alpha"},
+)
 
 
 @final

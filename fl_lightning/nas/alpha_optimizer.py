@@ -118,8 +118,8 @@ class ServerSearchStep(Stage):
     """
 
     key = "architecture"
-    # it reads nothing but the aggregate
-    traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES)
+    # it reads nothing but the aggregate, and acts at the server alone
+    traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES, Trait.SIMULATION)
 
     def __init__(
         self,

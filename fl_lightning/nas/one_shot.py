@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
@@ -37,20 +37,22 @@ from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, Networks
 from fl_lightning.nas.sub_networks.capability import Capability
 from fl_lightning.nas.sub_networks.evaluation import apply_sums, batch_norms, has_statistics
-from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step
+from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Shrinking, Step
 from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
 
 _TRAITS = Traits(
     needs={
         Trait.ALL_PARAMETERS: "keeps to no mask but its clients' capability: a mask of its largest size "
         "leaves smaller ones with parts missing",
-        Trait.SIMULATION: "is simulated only: its clients' turns and sums are not sent to sites",
     },
     instead={
         Trait.ALL_PARAMETERS: "train it without MaskCalibration, then mask the network that was chosen",
-        Trait.SIMULATION: "train it in a simulation, then train the sub-network that was chosen over the "
-        "network",
     },
+)
+# of training with a frozen teacher
+FROZEN = Traits(
+    needs={Trait.SIMULATION: "has a frozen teacher, whose weights are not sent to sites"},
+    instead={Trait.SIMULATION: "set largest of model.method to learns"},
 )
 
 
@@ -92,7 +94,7 @@ class OneShot(SharedWeights):
         torch.Size([2, 10])
     """
 
-    federation_traits: ClassVar[Traits] = _TRAITS
+    federation_traits: Traits = _TRAITS
 
     def __init__(
         self,
@@ -141,6 +143,8 @@ class OneShot(SharedWeights):
             )
         for norm in norms if zero_gamma else ():
             nn.init.zeros_(norm.weight)
+        if isinstance(self.method, Shrinking) and self.method.largest == "frozen":
+            self.federation_traits = _TRAITS | FROZEN
         self.capability = capability
         self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
         self._drop_connect, self._decay_weights_only = drop_connect, decay_weights_only

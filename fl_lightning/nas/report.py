@@ -78,8 +78,6 @@ class SearchReport(Callback):
         module: Any = pl_module
         _check_precision(str(trainer.precision))
         federation = federation_of(trainer)
-        module.is_federated = federation is not None
-        module.is_stepped_by_server = module.is_federated and module.architecture_state == "server"
         module.signal = self._signal
         if stage == "fit":
             _check_length(trainer.max_epochs)

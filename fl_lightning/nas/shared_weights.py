@@ -26,6 +26,7 @@ from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.spaces.space import Networks
 from fl_lightning.nas.sub_networks.evaluation import (
     Sums,
+    batch_norms,
     has_statistics,
     normalised_by,
     recalibrated,
@@ -118,6 +119,7 @@ class SharedWeights(LightningModule):
             list(shown.values()),
             max_examples=self.recalibration_examples,
             seed=self.seed,
+            remote=getattr(trainer.datamodule, "summed_by", None),  # type: ignore[attr-defined]
         )
         if found is None:
             return
@@ -125,6 +127,24 @@ class SharedWeights(LightningModule):
         self._sums = dict(zip(shown, sums, strict=True))
         if federation_of(trainer) is not None and not trainer.predicting:
             self.log("recalibration/bytes_up", float(num_bytes), rank_zero_only=True)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return the sums that evaluations use, by network and layer, for an evaluation at sites."""
+        every = self._sums.items()
+        return {f"{name}/{layer}": own for name, sums in every for layer, own in sums.items()}
+
+    def hold_statistics(self, told: Mapping[str, Tensor]) -> None:
+        """Use the sums of `statistics` in the next evaluation."""
+        self._sums = {}
+        for place, own in told.items():
+            name, _, layer = place.partition("/")
+            self._sums.setdefault(name, {})[layer] = own
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Names of the buffers that `recalibrate` writes, in which server and sites may differ."""
+        names = (name for name, _ in batch_norms(self.network))
+        return [f"network.{n}.{b}" for n in names for b in ("running_mean", "running_var")]
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
         """Context in which batch norms use the statistics of a `shown` network, if they are known."""

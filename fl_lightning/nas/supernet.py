@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
@@ -33,8 +33,10 @@ from typing_extensions import override
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.core.traits import Trait, Traits
+from fl_lightning.federation import federation_options
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import (
+    TRIES_CELLS,
     AlphaGradient,
     Gradient,
     Penalty,
@@ -76,15 +78,8 @@ _DARTS_SGD = partial(torch.optim.SGD, lr=0.025, momentum=0.9, weight_decay=3e-4)
 _DARTS_ADAM = partial(torch.optim.Adam, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3)
 
 _TRAITS = Traits(
-    needs={
-        Trait.ALL_PARAMETERS: NO_MASK,
-        Trait.SIMULATION: "is simulated only: its server steps alpha and needs clients' batch norm "
-        "statistics, which sites do not send",
-    },
-    instead={
-        Trait.ALL_PARAMETERS: "search without MaskCalibration, then mask the network that was found",
-        Trait.SIMULATION: "search in a simulation, then train what was found over the network (retrain.yaml)",
-    },
+    needs={Trait.ALL_PARAMETERS: NO_MASK},
+    instead={Trait.ALL_PARAMETERS: "search without MaskCalibration, then mask what was found"},
 )
 
 
@@ -143,7 +138,7 @@ class Supernet(CellMixture):
         ('|...', torch.Size([6, 5]))
     """
 
-    federation_traits: ClassVar[Traits] = _TRAITS
+    federation_traits: Traits = _TRAITS
     baseline: Tensor
     kept_state: Tensor
 
@@ -203,13 +198,14 @@ class Supernet(CellMixture):
         self.register_buffer("baseline", torch.zeros(int(isinstance(self._learn, Reward))))
         self.best_of = self._learn.best_of if isinstance(self._learn, Reward) else 1
         self.selection = selection
+        if self.best_of > 1 or selection == "perturbation":
+            self.federation_traits = _TRAITS | TRIES_CELLS
         self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
         if architecture_state == "clients":
             kept = num_kept(self.new_architecture_optimizer, list(self.alphas.values()))
         self.register_buffer("kept_state", torch.zeros(kept))
         self.architecture_state = architecture_state
-        self.is_federated = self.is_stepped_by_server = False
         self.signal = GradientSignal()
         self._optimizer = optimizer or _DARTS_SGD
         self._clip_norm, self._same_draws = clip_norm, same_draws
@@ -228,6 +224,16 @@ class Supernet(CellMixture):
     def moves_alpha(self, round_index: int) -> bool:
         """True if α learns in this round; in earlier rounds only the weights learn."""
         return self.progress(round_index) >= self.alpha_from
+
+    @property
+    def is_federated(self) -> bool:
+        """True if clients train, here or at sites."""
+        return federation_options(self.trainer) is not None
+
+    @property
+    def is_stepped_by_server(self) -> bool:
+        """True if the server steps α, and clients send the sums of their gradients."""
+        return self.is_federated and self.architecture_state == "server"
 
     @property
     def changes_at_clients(self) -> list[str]:
@@ -388,8 +394,8 @@ class Supernet(CellMixture):
         self._schedule_to(self.current_epoch + 1)
 
     def _schedule_to(self, round_index: int) -> None:
-        schedule: Any = self.lr_schedulers()
-        while schedule.last_epoch < round_index:
+        schedule: Any = self.lr_schedulers()  # None at a site, which gets its rates from the server
+        while schedule is not None and schedule.last_epoch < round_index:
             schedule.step()
 
     # Set up.
@@ -417,5 +423,6 @@ class Supernet(CellMixture):
         return float(self.new_architecture_optimizer(list(self.alphas.values())).defaults["lr"])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that reports the search and adds the server step of α."""
-        return [SearchReport()]
+        """Return the callback that reports the search and adds the server step of α; none at a site."""
+        options = federation_options(self.trainer)
+        return [] if options is not None and options.is_at_site else [SearchReport()]

@@ -24,6 +24,7 @@ pytestmark = OF_RUNS
 MASKS = {"model__init_args__optimizer": SPARSE_SGD}
 SUPERNET = {"space": built("nas.NASBench201"), "num_classes": 10, "in_channels": 1, "image_size": 8}
 ONE_SHOT = SUPERNET | {"space": built("nas.ResNet")}
+TEACHER = built("nas.Shrinking", largest="frozen")
 DEVICES = built("client.Devices", speeds=built("client.LogNormalSpeeds", sigma=0.7))
 
 
@@ -71,12 +72,26 @@ class NobodyAsked:
             "federation.cohort PowerOfChoiceCohort .* set its losses to last_known",
         ),
         (
-            {"model": built("nas.Supernet", **SUPERNET)},
-            "model Supernet is simulated only: .* train what was found over the network",
+            {"model": built("nas.Supernet", **SUPERNET, learn=built("nas.Reward", best_of=2))},
+            "model Supernet counts right answers .*: set best_of of model.learn to 1",
         ),
         (
-            {"model": built("nas.OneShot", **ONE_SHOT)},
-            "model OneShot is simulated only",
+            {"model": built("nas.OneShot", **ONE_SHOT, method=TEACHER)},
+            "model OneShot has a frozen teacher, .*: set largest of model.method to learns",
+        ),
+        (
+            {
+                "model": built("nas.OneShot", **ONE_SHOT),
+                "federation__aggregator": built("secure.SecureMean"),
+            },
+            "model OneShot: sums of clients' activations, .* would reach the server in clear",
+        ),
+        (
+            {
+                "model": built("nas.Supernet", **SUPERNET),
+                "trainer__callbacks": [built("nas.StopAtCollapse", eigenvalue=True)],
+            },
+            "StopAtCollapse reads clients' examples, .* set its eigenvalue to false",
         ),
         ({"federation__engine": "slots"}, "set engine to auto or sequential"),
         ({"federation__devices": DEVICES}, "network run --deadline"),

@@ -16,6 +16,7 @@ from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.messages import Answer, ClientAnswer, Order, OrderRefused, digest
 from fl_lightning.flower.packing import (
+    SUMS,
     RunMask,
     hold_model,
     mask_of,
@@ -23,7 +24,7 @@ from fl_lightning.flower.packing import (
     model_tensors,
 )
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import SUMS, CalibrationAtSites
+from fl_lightning.flower.server.elsewhere import CalibrationAtSites
 from fl_lightning.flower.server.greeting import ClientsAtSites, Counted, Greeting
 from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.site.memory import SiteMemory
@@ -144,11 +145,12 @@ class Sites:
         return waiting
 
 
-def calibration(channel):
+def calibration(channel, module=None, **options):
     trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    trainer.strategy.connect(LightningModule())
+    trainer.strategy.connect(module or LightningModule())
     greeting = Greeting("seed_everything: 0", Counted("a" * 32), trainer, lambda: None)
-    return CalibrationAtSites(ClientsAtSites(Correspondence(channel), greeting, SITE_OF), trainer)
+    remote = ClientsAtSites(Correspondence(channel), greeting, SITE_OF)
+    return CalibrationAtSites(remote, trainer, **options)
 
 
 def scores(channel, asked):

@@ -137,7 +137,7 @@ class OverSites:
             calibration.use_remote_clients(asked.scores, asked.sums)
         self._stops = dict.fromkeys(told, greeting.write("stop", (), {}, {}, 0))
         first = next(iter(told.values()))
-        return DataElsewhere(
+        elsewhere = DataElsewhere(
             data,
             num_examples=sizes,
             held_out={
@@ -147,6 +147,9 @@ class OverSites:
             batch_size=first.batch_size,
             drop_last=first.drop_last,
         )
+        skips = federation.on_client_failure == "skip"
+        elsewhere.summed_by = CalibrationAtSites(remote, trainer, skips_failures=skips).statistics
+        return elsewhere
 
     def end(self) -> None:
         """Send all sites the order to stop, upon which they delete the run's state."""

@@ -27,9 +27,9 @@ from fl_lightning.core.yaml_files import read
 from fl_lightning.data.shards import FlatShards
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
-from fl_lightning.flower.packing import hold_model, of_stage
+from fl_lightning.flower.packing import SUMS, hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
-from fl_lightning.flower.server.elsewhere import SUMS, VALUES, unknown_elsewhere
+from fl_lightning.flower.server.elsewhere import VALUES, unknown_elsewhere
 from fl_lightning.flower.server.greeting import STAGES, SiteFacts
 from fl_lightning.flower.site.fit import AtSite, Fit
 from fl_lightning.flower.site.order_queue import OrderResult

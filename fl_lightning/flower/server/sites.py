@@ -33,10 +33,12 @@ from fl_lightning.federation import (
     Start,
     Transport,
     Upload,
+    client_masks,
 )
 from fl_lightning.flower.messages import Answer, ClientAnswer, Kind, Order
 from fl_lightning.flower.packing import (
     OPTION,
+    SUMS,
     MetricSums,
     Packing,
     constants_digest,
@@ -50,6 +52,7 @@ from fl_lightning.flower.server.greeting import ClientsAtSites, Content
 from fl_lightning.flower.server.sums import EncryptedOverSites, SumOverSites
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.sums import trained_on
+from fl_lightning.nas.shared_weights import SharedWeights
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.server.server import as_aggregator
 
@@ -85,6 +88,7 @@ class Sites(FitClients):
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
+        self._masks_of_clients = client_masks(run.trainer)  # which sites compute for themselves
         _, self.stages_ahead = stages.around(self._transport)
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._trained_on = ""  # hash of the orders of the current round, for hidden sums
@@ -133,9 +137,11 @@ class Sites(FitClients):
             clients: clients to evaluate; clients of a site without an answer are left out, with a warning.
         """
         model = self._packing().model(self.local.read(), self._run.round_index, whole=True)
-        orders = self._orders(
-            "evaluate", clients, (self._agreed() | {"stage": stage}, {"model": model})
-        )
+        tensors, module = {"model": model}, self._run.module
+        if isinstance(module, SharedWeights):
+            told = module.statistics().items()
+            tensors |= {f"{SUMS}{name}": own.detach().cpu() for name, own in told}
+        orders = self._orders("evaluate", clients, (self._agreed() | {"stage": stage}, tensors))
         found: dict[int, dict[str, Tensor]] = {}
         for reply in self._ask(orders):
             if reply.answer is None:
@@ -208,7 +214,9 @@ class Sites(FitClients):
         for stage in self._talking:
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
-        options = self._agreed() | {"optimizers": options_of(self._run.trainer.optimizers)}
+        trainer = self._run.trainer
+        options = self._agreed() | {"optimizers": options_of(trainer.optimizers)}
+        options["num_rounds"] = trainer.max_epochs
         if by_step := self.local.round_start.by_step:
             options["by_step"] = by_step
         if self._sums is not None:
@@ -270,7 +278,10 @@ class Sites(FitClients):
         """Return the update of a client; it has no numbers if these are hidden."""
         if self._sums is None:
             payload, began = part.tensors.get("payload"), part.reply.order.round
-            opened = packing.opened_update(payload, answer, began)
+            active = None
+            if self._masks_of_clients is not None:
+                active = self.local.space.coordinates(self._masks_of_clients(answer.client))
+            opened = packing.opened_update(payload, answer, began, active)
         else:
             nothing = torch.empty(0, dtype=self.local.space.dtype)
             given = answer.client, nothing, nothing, answer.num_examples, answer.num_steps

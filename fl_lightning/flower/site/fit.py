@@ -29,13 +29,18 @@ from fl_lightning.federation import (
     take_over,
 )
 from fl_lightning.flower.messages import Order, OrderRefused
-from fl_lightning.flower.packing import RunMask, hold_model, mask_of
+from fl_lightning.flower.packing import STATISTICS, RunMask, hold_model, mask_of
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.ledger import Ledger
 from fl_lightning.flower.site.memory import Calibrates, SiteMemory
 from fl_lightning.flower.site.order_queue import OrderQueue, OrderResult
 from fl_lightning.flower.site.privacy import hidden_at_site
-from fl_lightning.flower.site.rounds import SiteRounds, evaluated
+from fl_lightning.flower.site.rounds import (
+    SiteRounds,
+    batch_norm_sums,
+    evaluated,
+    has_shared_weights,
+)
 from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.masks.mask import Mask
@@ -79,15 +84,15 @@ class AtSite(Callback):
         self, options: Options, fit: Fit, policy: Policy, calibrates: Calibrates | None = None
     ) -> None:
         self._given, self._fit, self._policy, self._calibrates = options, fit, policy, calibrates
+        self.federation = options_at_site(options)  # see `federation_options`
         self._queue, self._memory = fit.queue, fit.memory
         self._cleanup = ExitStack()
         self._applier: Callable[[Mask], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace the fit loop's batches by orders."""
-        self._options = options_at_site(self._given)
         plan_rounds(trainer, self._fit.num_rounds)  # for schedules of rates, which are built next
-        self._calendar: Calendar = prepare(trainer, pl_module, self._options, self._cleanup)
+        self._calendar: Calendar = prepare(trainer, pl_module, self.federation, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set up the training of clients on the module and its optimizers."""
@@ -97,7 +102,7 @@ class AtSite(Callback):
                 "not exchange: use bf16-mixed or 32-true"
             )
         plan_rounds(trainer, None)  # the server says when it is over
-        options, calendar = self._options, self._calendar
+        options, calendar = self.federation, self._calendar
         greeting = self._first_mask(trainer)
         check_begun(trainer, options)
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
@@ -134,14 +139,21 @@ class AtSite(Callback):
         self._applier(mask.mask)
 
     def _calibrate(self, trainer: Trainer, order: Order) -> None:
-        """Answer an order to calibrate, unless scores would reveal hidden updates."""
+        """Answer an order to calibrate or recalibrate, unless sums would reveal hidden updates."""
         private, aggregator = self._given.client_privacy, as_aggregator(self._given.aggregator)
         hides = private is not None and private.clients_add_noise
-        if self._calibrates is None or hides or aggregator.protection is not None:
+        is_of_norms = order.options.get("what") == STATISTICS
+        answers = has_shared_weights(trainer) if is_of_norms else self._calibrates is not None
+        if not answers or hides or aggregator.protection is not None:
             raise OrderRefused(
-                "policy", "this run calibrates no mask on clients' examples in clear"
+                "policy", "this run calibrates nothing like that on clients' examples in clear"
             )
-        self._queue.answer(self._calibrates.answer(trainer, order))
+        if is_of_norms:
+            if not self._allows(STATISTICS):
+                raise OrderRefused("policy", f"metrics of site.yaml do not allow {STATISTICS}")
+            self._queue.answer(batch_norm_sums(trainer, order))
+        elif self._calibrates is not None:
+            self._queue.answer(self._calibrates.answer(trainer, order))
 
     def _follow_mask(self, trainer: Trainer, order: Order) -> None:
         """Apply the mask of an order, also to client state."""
@@ -176,19 +188,21 @@ class AtSite(Callback):
             trainer.should_stop = True
             return
         set_round(trainer, order.round)
+        plan_rounds(trainer, order.options.get("num_rounds"))  # which the module may read
         self._memory.begin(order)
-        seed_global_generators(derive_seed(self._options.seed, "round", order.round))
+        seed_global_generators(derive_seed(self.federation.seed, "round", order.round))
 
     def _evaluate(self, trainer: Trainer, order: Order) -> None:
         """Answer an order to evaluate clients."""
         self._memory.begin(order)
         self._rounds.load_model(order)
         own = self._rounds.run.local.personal.names, self._rounds.run.memory
-        models = recalled_models(trainer, self._options.personal, self._options.seed, own, {})
+        models = recalled_models(trainer, self.federation.personal, self.federation.seed, own, {})
         self._queue.answer(evaluated(trainer, order, models, self._allows))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer the order with the round's updates."""
+        plan_rounds(trainer, None)
         if (order := self._rounds.order) is not None:
             self._rounds.pay()
             done = self._rounds.done
@@ -215,7 +229,7 @@ def options_at_site(options: Options) -> Options:
     own.devices = own.asynchronous = own.attackers = own.privacy = None
     own.engine, own.slots, own.speedups = "sequential", None, None
     own.pad_batches = None
-    own.handed = []
+    own.handed, own.is_at_site = [], True
     if as_aggregator(options.aggregator).protection is not None:
         own.aggregator = None
     return own

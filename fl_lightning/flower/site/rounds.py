@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,18 +36,24 @@ from fl_lightning.federation import (
     Transport,
     Upload,
     evaluate_clients,
+    visiting,
 )
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import (
     OPTION,
+    SUMS,
     Packing,
     constants_digest,
+    hold_model,
+    named_sums,
     of_stage,
     take_metric_sums,
 )
 from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums import rules_of
+from fl_lightning.nas.shared_weights import SharedWeights
+from fl_lightning.nas.sub_networks.evaluation import TrainingExamples, sums_of_owners
 from fl_lightning.server.protected import Protected, Terms
 
 log = logging.getLogger(__name__)
@@ -135,6 +142,8 @@ class SiteRounds:
         self._check_state(order)
         model = self._packing.opened_model(order.tensors["model"], order.round, whole=True)
         self._clients.restore(model)
+        if isinstance(self.run.module, SharedWeights):
+            self.run.module.hold_statistics(of_stage(SUMS, order.tensors))
 
     def follow_mask(self) -> None:
         """Adapt the vectors that clients send and keep to the mask, if it has changed."""
@@ -270,6 +279,43 @@ def _take_options(
                     group[name].fill_(value)
                 elif name in group:
                     group[name] = tuple(value) if isinstance(group[name], tuple) else value
+
+
+def has_shared_weights(trainer: Trainer) -> bool:
+    """True if batch norm statistics of the module are recomputed from sums over training examples."""
+    return isinstance(trainer.lightning_module, SharedWeights)
+
+
+def batch_norm_sums(trainer: Trainer, order: Order) -> OrderResult:
+    """Return the clients' batch norm sums of the networks that an evaluation runs, with the order's model.
+
+    The module does not change.
+    """
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    assert isinstance(module, SharedWeights)
+    counts = dict(order.options["examples"])
+    shards = data.clients
+    examples = TrainingExamples(
+        list(map(shards.__getitem__, range(len(shards)))),
+        shards.num_examples.tolist(),
+        data.evaluation_batch,
+        data.batch_size,
+        counts,
+        module.seed,
+    )
+    with visiting(trainer, "validation", mode="eval"):
+        hold_model(module, order.tensors)
+        with torch.no_grad():
+            shown = list(module.shown.values())
+        found = list(sums_of_owners(trainer, module.network, shown, examples, order.clients))
+    return OrderResult(
+        [ClientAnswer(client=client, num_examples=counts[client]) for client in order.clients],
+        {
+            f"{client}/{SUMS}{name}": sums
+            for client, own in zip(order.clients, found, strict=True)
+            for name, sums in named_sums(own).items()
+        },
+    )
 
 
 def evaluated(

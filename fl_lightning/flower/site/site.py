@@ -1,7 +1,7 @@
 """A site: reads orders as bytes, has its Trainer follow them, and answers with bytes.
 
     hello       begin a run with this configuration and mask, and report facts about the site
-    calibrate   score entries for a mask on these clients' examples, or send sums for a head
+    calibrate   score entries for a mask on these clients' examples, or send sums for a head or batch norms
     train       train these clients in this round, from this model
     sum         pass on messages of a hidden sum to these clients, and send their answers
     evaluate    evaluate this model on the examples that these clients hold out

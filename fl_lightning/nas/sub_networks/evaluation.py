@@ -22,7 +22,7 @@ calibration". Differs: the papers average the statistics of batches; sums weigh 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -46,6 +46,9 @@ from fl_lightning.reports.progress import federation_of
 
 # name of a batch norm -> n, Σx and Σx² per channel, float64 of shape (3, channels)
 Sums = dict[str, Tensor]
+Context = Callable[[], AbstractContextManager[Any]]  # of a forward pass, e.g. mixed precision
+# number of examples by client -> sums of every sub-network, client by client in this order
+RemoteSums = Callable[[Mapping[int, int]], Iterator[list[Sums]]]
 
 
 _BYTES = 8  # per number in a sum
@@ -80,6 +83,7 @@ def recalibrated(
     *,
     max_examples: int | None,
     seed: int,
+    remote: RemoteSums | None = None,
 ) -> tuple[list[Sums], int] | None:
     """Compute the batch norm sums of sub-networks over the training examples; all processes call this.
 
@@ -91,6 +95,7 @@ def recalibrated(
         architectures: sub-networks, as second arguments of the network.
         max_examples: number of examples over all clients, in proportion to their data; None for all.
         seed: seed of the choice and order of the examples.
+        remote: returns the sums of clients that are elsewhere; None if this program has the examples.
 
     Returns:
         The sums of every sub-network over all clients, and the number of bytes that all clients sent for
@@ -103,23 +108,41 @@ def recalibrated(
         return [{} for _ in architectures], 0
     ranks = Ranks(trainer)
     found: list[list[Sums]] = [[] for _ in architectures]
-    with visiting(trainer, "validation", mode="eval") as visit:
-        for owner in examples.owners(ranks):
-            for sums, architecture in zip(found, architectures, strict=True):
-
-                def run(batch: Any, architecture: Any = architecture) -> None:
-                    with trainer.precision_plugin.forward_context():
-                        network(batch[0], architecture)
-
-                own = collect_sums(network, run, map(visit.prepared, examples.batches(owner)))
-                if own:
-                    sums.append({name: tensor.cpu() for name, tensor in own.items()})
+    asked = {owner: examples.counts[owner] for owner in examples.owners(ranks)}
+    of_owners = remote or partial(sums_of_owners, trainer, network, architectures, examples)
+    for own in of_owners({owner: count for owner, count in asked.items() if count}):
+        for sums, of_one in zip(found, own, strict=True):
+            if of_one:
+                sums.append(of_one)
     num_bytes = sum(_BYTES * t.numel() for sums in found for own in sums for t in own.values())
     told = ranks.gather((num_bytes, [reduce(add_sums, sums) if sums else {} for sums in found]))
     of_each = zip(*(sums for _, sums in told), strict=True)  # by sub-network, of the processes
     kept = [[own for own in pieces if own] for pieces in of_each]
     together = [reduce(add_sums, pieces) if pieces else {} for pieces in kept]
     return together, sum(num_bytes for num_bytes, _ in told)
+
+
+def sums_of_owners(
+    trainer: Trainer,
+    network: nn.Module,
+    architectures: Sequence[Any],
+    examples: TrainingExamples,
+    owners: Iterable[int],
+) -> Iterator[list[Sums]]:
+    """Yield the batch norm sums of every sub-network over the examples of each owner, on the CPU."""
+    with visiting(trainer, "validation", mode="eval") as visit:
+        for owner in owners:
+            found: list[Sums] = []
+            for architecture in architectures:
+                run = partial(_run, network, trainer.precision_plugin.forward_context, architecture)
+                own = collect_sums(network, run, map(visit.prepared, examples.batches(owner)))
+                found.append({name: tensor.cpu() for name, tensor in own.items()})
+            yield found
+
+
+def _run(network: nn.Module, context: Context, architecture: Any, batch: Any) -> None:
+    with context():
+        network(batch[0], architecture)
 
 
 def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]) -> Sums:
@@ -243,16 +266,18 @@ class TrainingExamples:
 
     Attributes:
         indices: indices of all examples, by owner.
+        sizes: number of examples of each owner, also where the indices are elsewhere.
         read: function from indices to a batch.
         batch_size: batch size of the run; batches here may be larger.
-        part: fraction in (0, 1] of the examples of each owner that is read.
+        counts: number of examples of each owner that are read; 0, or at least two.
         seed: seed of the choice and order of the examples.
     """
 
-    indices: list[Tensor]
+    indices: Sequence[Tensor]
+    sizes: Sequence[int]
     read: Any
     batch_size: int
-    part: float
+    counts: Mapping[int, int]
     seed: int
 
     @classmethod
@@ -269,14 +294,17 @@ class TrainingExamples:
         found = _owners(trainer)
         if found is None:
             return None
-        total = sum(map(len, found[0]))
-        part = 1.0 if max_examples is None else min(1.0, max_examples / max(1, total))
-        return cls(*found, part, seed)
+        sizes = found[1]
+        part = 1.0 if max_examples is None else min(1.0, max_examples / max(1, sum(sizes)))
+        counts = {
+            owner: min(size, max(2, math.ceil(part * size))) if size > 1 else 0
+            for owner, size in enumerate(sizes)
+        }
+        return cls(*found, counts, seed)
 
     def owners(self, ranks: Ranks) -> list[int]:
         """Return the owners whose examples this process reads."""
-        sizes = np.array([len(indices) for indices in self.indices])
-        mine: list[int] = shares(sizes, ranks.size)[ranks.rank].tolist()
+        mine: list[int] = shares(np.array(self.sizes), ranks.size)[ranks.rank].tolist()
         return mine
 
     def batches(self, owner: int) -> Iterator[Any]:
@@ -285,7 +313,7 @@ class TrainingExamples:
         order = torch.randperm(
             len(indices), generator=torch_generator(self.seed, "recalibration", owner)
         )
-        chosen = indices[order[: max(2, math.ceil(self.part * len(indices)))]]
+        chosen = indices[order[: self.counts[owner]]]
         if len(chosen) > 1:
             for some in chosen.tensor_split(
                 max(1, len(chosen) // max(self.batch_size, _LEAST_BATCH))
@@ -293,13 +321,14 @@ class TrainingExamples:
                 yield self.read(some)
 
 
-def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
+def _owners(trainer: Trainer) -> tuple[list[Tensor], list[int], Any, int] | None:
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, FederatedDataModule):
         indices = [data.clients[i] for i in range(len(data.clients))]
+        sizes = data.clients.num_examples.tolist()
         if federation_of(trainer) is None:
-            indices = [torch.cat(indices)]
-        return indices, data.evaluation_batch, data.batch_size
+            indices, sizes = [torch.cat(indices)], [sum(sizes)]
+        return indices, sizes, data.evaluation_batch, data.batch_size
     loader = trainer.train_dataloader
     if loader is None and data is not None:
         loader = data.train_dataloader()
@@ -307,7 +336,7 @@ def _owners(trainer: Trainer) -> tuple[list[Tensor], Any, int] | None:
         return None
     training = TrainingSet(loader)
     everything = [torch.arange(len(training))]
-    return everything, training.reader(), training.option("batch_size") or 32
+    return everything, [len(training)], training.reader(), training.option("batch_size") or 32
 
 
 def training_accuracies(
@@ -351,7 +380,7 @@ def _counted(
     network: nn.Module,
     parts: Sequence[tuple[Any, Sums]],
     batches: Iterable[tuple[Tensor, Tensor]],
-    context: Callable[[], AbstractContextManager[Any]],
+    context: Context,
 ) -> tuple[Tensor, int]:
     """Return the number of correct answers of each sub-network with its sums, and of examples."""
     right, total = torch.zeros(len(parts), dtype=torch.int64), 0
@@ -385,7 +414,7 @@ class SubNetworkScore:
     network: nn.Module
     training: Batches
     validation: Batches
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: Context = nullcontext
 
     def __call__(self, architecture: Architecture) -> float:
         """Return the accuracy of an architecture, in [0, 1]."""
@@ -393,11 +422,8 @@ class SubNetworkScore:
             self.network.eval()
             sums: Sums = {}
             if any(batch_norms(self.network)):
-                sums = collect_sums(self.network, partial(self._run, architecture), self.training())
+                run = partial(_run, self.network, self.context, architecture)
+                sums = collect_sums(self.network, run, self.training())
             parts = [(architecture, sums)]
             right, total = _counted(self.network, parts, self.validation(), self.context)
         return int(right) / total
-
-    def _run(self, architecture: Architecture, batch: tuple[Tensor, Tensor]) -> None:
-        with self.context():
-            self.network(batch[0], architecture)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait
-from fl_lightning.federation import LocalTraining, MaskOfClient, Stage
+from fl_lightning.federation import LocalTraining, MaskOfClient, Stage, federation_options
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import sort_channels
@@ -42,8 +42,8 @@ class CurrentClient(Stage):
     """
 
     one_at_a_time = "which sub-networks train differs from step to step"
-    # the stage reads only the number of a client
-    traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES)
+    # the stage reads only the number of a client, where it trains
+    traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES, Trait.SIMULATION)
 
     def __init__(self) -> None:
         self.client: int | None = None
@@ -69,6 +69,7 @@ class SubNetworkRounds(Callback):
 
     def __init__(self) -> None:
         super().__init__()
+        self._is_at_site = False
         self.unprotected: str | None = None
         self._module: Any = None
         self._current: CurrentClient | None = None
@@ -90,13 +91,14 @@ class SubNetworkRounds(Callback):
         """
         module: Any = pl_module
         self._module, self._current, self._limits = module, None, None
+        federation = federation_options(trainer)
+        self._is_at_site = federation is not None and federation.is_at_site
         self._masks = {}
         if has_statistics(module.network):
             self.unprotected = "the sums of each client's activations, for batch norm statistics"
         if stage != "fit":
             return
         check_sorting(trainer, module.method)
-        federation = federation_of(trainer)
         if federation is None:
             if module.capability is not None:
                 raise ConfigurationError(
@@ -129,6 +131,8 @@ class SubNetworkRounds(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the teacher if the first phase has ended; sort the channels if a narrower width joins."""
+        if self._is_at_site:
+            return  # the server does, and sends the model
         module: Any = pl_module
         method, num_rounds = module.method, max(0, trainer.max_epochs or 0)
         if isinstance(method, Shrinking) and method.largest == "frozen":
@@ -158,7 +162,7 @@ class SubNetworkRounds(Callback):
         batch_idx: int,
     ) -> None:
         """Recompute statistics at the end of a round without validation, before checkpoints are saved."""
-        if trainer.is_last_batch and not trainer.enable_validation:
+        if trainer.is_last_batch and not (trainer.enable_validation or self._is_at_site):
             self._module.recalibrate()
 
 
