@@ -162,7 +162,7 @@ class ImageClassifier(LightningModule):
             problems.append(f"model.image_size is {size}, and the images are {given}")
         if not labels.is_floating_point() and int(labels.max()) >= self._num_classes:
             problems.append(
-                f"model.num_classes is {self._num_classes}, and there is a label {int(labels.max())}"
+                f"model.num_classes is {self._num_classes}, but the data have the label {int(labels.max())}"
             )
         if problems:
             raise ConfigurationError(f"{'; '.join(problems)}: set these options to fit the data")

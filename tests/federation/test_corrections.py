@@ -681,7 +681,7 @@ class TestFedLC:
         assert federation.rounds.clients.engine.slots is None
 
     def test_refuses_what_has_no_logits(self):
-        with pytest.raises(ConfigurationError, match=r"get its logits by self\(inputs\)"):
+        with pytest.raises(ConfigurationError, match=r"compute the logits with self\(inputs\)"):
             run(ToyModule, correction=FedLC())
         logits, flat = torch.zeros(2, 2), torch.nn.Identity()
         calibrated = FedLC().calibrated(flat, lambda: torch.tensor([2]))
