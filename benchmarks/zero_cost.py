@@ -20,7 +20,8 @@ import torch
 
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import NASBench201
-from fl_lightning.nas.search.proxies import PROXIES, MeanRank, ProxyScore, folder_batches
+from fl_lightning.nas.search.proxies import PROXIES
+from fl_lightning.nas.search.proxy_scores import MeanRank, ProxyScore, folder_batches
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture, Networks
 

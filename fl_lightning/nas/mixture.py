@@ -45,7 +45,8 @@ from fl_lightning.nas.relaxation import (
     weights_of,
 )
 from fl_lightning.nas.sampled_paths import BinaryGates
-from fl_lightning.nas.search.proxies import PROXIES, noise_batch
+from fl_lightning.nas.search.proxies import PROXIES
+from fl_lightning.nas.search.proxy_scores import noise_batch
 from fl_lightning.nas.shared_weights import Batch, SharedWeights
 from fl_lightning.nas.spaces.cells import CellSpace, RowCosts, RowSpace, cost_table
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201

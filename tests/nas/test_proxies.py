@@ -18,21 +18,23 @@ from fl_lightning.nas import LayerChoice, LayerSpace, Supernet, ZeroCostStart
 from fl_lightning.nas.cost.latency_measurement import rank_correlation
 from fl_lightning.nas.search.proxies import (
     PROXIES,
-    MeanRank,
-    ProxyScore,
     epe,
     fisher,
-    folder_batches,
     grad_norm,
     grasp,
     jacov,
     l2_norm,
     naswot,
-    noise_batch,
     plain,
     snip,
     synflow,
     zen,
+)
+from fl_lightning.nas.search.proxy_scores import (
+    MeanRank,
+    ProxyScore,
+    folder_batches,
+    noise_batch,
 )
 from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table

@@ -36,8 +36,8 @@ from fl_lightning.nas.search.problem import (
     Problem,
     shown,
 )
-from fl_lightning.nas.search.proxies import (
-    PROXIES,
+from fl_lightning.nas.search.proxies import PROXIES
+from fl_lightning.nas.search.proxy_scores import (
     MeanRank,
     ProxyScore,
     folder_batches,
