@@ -88,7 +88,7 @@ def test_a_file_gives_the_task_back(tmp_path):
     [
         ({"names": ["b"]}, "do not match its list of names"),
         ({"names": 3}, "do not match its list of names"),
-        ({"fingerprint": "0"}, "shapes do not belong"),
+        ({"fingerprint": "0"}, "shapes do not match its fingerprint"),
         ({"code": 0}, "'code', which is not known"),
     ],
 )
