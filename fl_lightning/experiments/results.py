@@ -150,8 +150,9 @@ def over_axes(
     import pandas
 
     (down, rows), (across, columns) = axes.items()
-    places = runs_table(results).drop_duplicates("variant")[[down, across]]
-    cells = values.set_axis(pandas.MultiIndex.from_frame(places))
+    variants = runs_table(results).drop_duplicates("variant").set_index("variant")
+    cells = values.reindex(variants.index)
+    cells.index = pandas.MultiIndex.from_frame(variants[[down, across]])
     return cells.unstack().reindex(index=rows, columns=columns)
 
 

@@ -131,7 +131,7 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def draw_weights(self) -> None:
-        """Do nothing: sites draw their own batches."""
+        """No weights: sites draw their own batches."""
         return
 
     def summary(self) -> PartitionSummary:
@@ -402,7 +402,9 @@ def _check_sums(told: Mapping[str, Tensor], blank: Sums, ratio: float) -> None:
             )
         mean, square = sums[1:] / sums[0]
         if (square * (1 + 1e-9) < mean.square()).any() or not square.float().isfinite().all():
-            raise ValueError(f"its sums of {name} are those of no examples")
+            raise ValueError(
+                f"its sums of {name} give a variance below 0, or numbers that are too large"
+            )
 
 
 def _are_scores(told: Tensor) -> bool:
