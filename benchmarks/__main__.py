@@ -8,7 +8,8 @@ measured at a time.
 
 Results are merged into benchmarks/results/rounds.json, with commit, torch, CPU and date. ``--write`` then
 writes the tables of a page anew. ``--tables memory,codec`` runs other benchmarks and keeps what they print.
-Rivals run in environments of their own; each takes turns with the plain loop.
+Rivals run in environments of their own; each takes turns with the plain loop. With ``--rivals``, a workload
+that was measured before keeps its other results.
 """
 
 from __future__ import annotations
@@ -127,14 +128,18 @@ class Measurement:
             list(pool.map(self._measure, names))
 
     def _measure(self, name: str) -> None:
-        try:
-            result = measure(name, self._options, self._ends)
-        except MeasurementError as error:
-            print(f"{name}: not measured, {error}", flush=True)
-            return
-        result["rivals"] = compare_rivals(name, self._options, self._rivals)
+        earlier = _saved().get(name)
+        result = earlier
+        if result is None or not self._rivals:
+            try:
+                result = measure(name, self._options, self._ends)
+            except MeasurementError as error:
+                print(f"{name}: not measured, {error}", flush=True)
+                return
+        result["rivals"] = earlier["rivals"] if earlier else {}
+        result["rivals"] |= compare_rivals(name, self._options, self._rivals)
         with self._saving:
-            results = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+            results = _saved()
             results[name] = result
             save(ROUNDS, {known: results[known] for known in WORKLOADS if known in results})
             print(row(name, result), flush=True)
@@ -142,6 +147,10 @@ class Measurement:
                 print(f"{rival}, of the plain loop: {of_plain(column)}", flush=True)
             if self._page is not None:
                 self._page.write_text(with_tables(self._page.read_text()))
+
+
+def _saved() -> dict[str, Any]:
+    return json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}  # type: ignore[no-any-return]
 
 
 def save(path: Path, results: object) -> None:
