@@ -109,7 +109,7 @@ def test_options_in_sentences_exist():
 
 
 def test_keys_of_a_site_are_those_of_its_policy():
-    keys = first_cells(section("site.yaml: what a site is and what it allows"))
+    keys = first_cells(section("site.yaml: a site's identity and policy"))
     assert sorted(keys) == sorted(field.name for field in dataclasses.fields(Policy))
 
 
