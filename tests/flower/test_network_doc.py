@@ -139,7 +139,7 @@ def test_default_classes_are_listed():
 
 
 def test_categories_of_failures_exist():
-    named = first_cells(PAGE.split("says of an order or a client")[1].split("\n## ")[0])
+    named = first_cells(PAGE.split("The categories of failures")[1].split("\n## ")[0])
     assert named
     assert set(named) <= set(CATEGORIES)
 
