@@ -20,6 +20,14 @@ from fl_lightning.data.partitions.partition import DirichletSizes
 ACCELERATOR = os.environ.get("TOYS_ACCELERATOR", "cpu")  # gpu: see .ci/gpu
 
 
+# words of a command by which a fit is one round and shows nothing
+SHORT_FIT = (
+    *("--trainer.max_epochs=1", "--trainer.devices=1", f"--trainer.accelerator={ACCELERATOR}"),
+    *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
+    *("--report=false", "--test_after_fit=false", "--trainer.num_sanity_val_steps=0"),
+)
+
+
 class Notes:
     """What a test notes during training: no client's state, which would be reset for every client."""
 

@@ -3,6 +3,7 @@
 from collections import namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -93,6 +94,22 @@ def federated(dataset, num_clients=3, partition=None, **loader):
     return FederatedDataModule(source, num_clients=num_clients, partition=partition, seed=0)
 
 
+class Negated(TensorDataset):
+    """A subclass of a data set of tensors, with examples of its own."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return -x, y
+
+
+class Whole(Examples):
+    """Makes whole batches at once."""
+
+    def gather(self, indices):
+        return [torch.stack([WORDS[index][:1] for index in indices]), indices % 3]
+
+
+TENSORS = TensorDataset(torch.rand(24, 2), torch.arange(24))
 CASES = {
     "padded": (Examples(words_and_label), padded),
     "sorted and padded": (Examples(words_and_label), sorted_by_length),
@@ -118,13 +135,21 @@ CASES = {
     "named tuples": (Examples(lambda i: Pair(WORDS[i][:1], i)), None),
     "empty tensors": (Examples(lambda i: (torch.empty(0, 3), i)), None),
     "a list of examples": (Examples(words_and_label), list),
+    "a list as data set": ([(WORDS[i][:1], i) for i in range(24)], None),
     "numbers and bools": (Examples(lambda i: (i / 7, i % 2 == 0, i)), None),
-    "tensors": (TensorDataset(torch.rand(24, 2), torch.arange(24)), None),
+    "tensors": (TENSORS, None),
     "one tensor": (TensorDataset(torch.rand(24, 2, dtype=torch.float64)), None),
     "tensors with a collate function": (
-        TensorDataset(torch.rand(24, 2), torch.arange(24)),
+        TENSORS,
         lambda examples: {"x": torch.stack([x for x, _ in examples])},
     ),
+    "concatenated tensors": (ConcatDataset([TENSORS, TENSORS]), None),
+    "a subclass of tensors": (Negated(*TENSORS.tensors), None),
+    "whole batches": (Whole(lambda i: (WORDS[i][:1], i % 3)), None),
+    **{
+        f"a subset by {kind.__name__}": (Subset(TENSORS, kind(list(range(23, -1, -1)))), None)
+        for kind in (list, torch.tensor, np.array)
+    },
 }
 
 
@@ -137,9 +162,10 @@ def test_equals_the_loaders_batch(dataset, collate):
     assert same(data.evaluation_batch(ORDER), expected)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 4, 5, 8, 50], ids=lambda size: f"batch {size}")
-@pytest.mark.parametrize("num_clients", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("num_clients", "batch_size", "drop_last"),
+    [(1, 5, False), (1, 5, True), (3, 1, True), (3, 4, True), (5, 8, True), (5, 50, False)],
+)
 def test_a_clients_pass_is_a_loaders_over_its_shard(num_clients, batch_size, drop_last):
     """Against a plain DataLoader over the client's shard, in the order that the client drew."""
     dataset = Examples(words_and_label)

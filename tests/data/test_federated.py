@@ -227,51 +227,38 @@ class Endless:
         return index
 
 
+class Doubling(DataLoader):
+    """Goes its own way."""
+
+    def __iter__(self):
+        return (2 * x for x, _ in super().__iter__())
+
+
 class TestRefuses:
     def test_no_number_where_the_partition_does_not_know(self):
         with pytest.raises(ConfigurationError, match="FederatedDataModule needs num_clients"):
             _ = FederatedDataModule(ToyData()).clients
 
-    @pytest.mark.parametrize(
-        "loaders",
-        [
-            [DataLoader(Letters())],
-            {"a": DataLoader(Letters()), "b": DataLoader(Letters())},
-            CombinedLoader([DataLoader(Letters()), DataLoader(Letters())]),
-        ],
-        ids=["list", "dict", "combined"],
-    )
-    def test_several_loaders(self, loaders):
-        with pytest.raises(
-            ConfigurationError, match=r"got several \(.*Put their data sets into one"
-        ):
-            _ = federated(loaders).clients
+    SEVERAL = r"got several \(.*Put their data sets into one"
+    NO_INDEX = r"must return one DataLoader over a map-style data set .* got "
 
     @pytest.mark.parametrize(
-        ("loader", "got"),
+        ("loader", "message"),
         [
-            (Letters(), "Letters"),
-            (DataLoader(Stream()), "Stream"),
-            (DataLoader(Endless()), "Endless"),
+            ([DataLoader(Letters())], SEVERAL),
+            ({"a": DataLoader(Letters()), "b": DataLoader(Letters())}, SEVERAL),
+            (CombinedLoader([DataLoader(Letters()), DataLoader(Letters())]), SEVERAL),
+            (Letters(), NO_INDEX + "Letters"),
+            (DataLoader(Stream()), NO_INDEX + "Stream"),
+            (DataLoader(Endless()), NO_INDEX + "Endless"),
+            (Doubling(Letters()), "Doubling, whose own __iter__ clients do not"),
+            (DataLoader(Letters(), batch_size=None), "batch_size=None, so that each item of its"),
         ],
-        ids=["no loader", "a stream", "no length"],
+        ids=["list", "dict", "combined", "no-loader", "stream", "no-length", "own-way", "batches"],
     )
-    def test_what_cannot_be_divided_by_index(self, loader, got):
-        message = rf"must return one DataLoader over a map-style data set .* got {got}"
+    def test_loaders_that_cannot_be_divided(self, loader, message):
         with pytest.raises(ConfigurationError, match=message):
             _ = federated(loader).clients
-
-    def test_a_loader_that_goes_its_own_way(self):
-        class Doubling(DataLoader):
-            def __iter__(self):
-                return (2 * x for x, _ in super().__iter__())
-
-        with pytest.raises(ConfigurationError, match="Doubling, whose own __iter__ clients do not"):
-            _ = federated(Doubling(Letters())).clients
-
-    def test_items_that_are_batches(self):
-        with pytest.raises(ConfigurationError, match="batch_size=None, so that each item of its"):
-            _ = federated(DataLoader(Letters(), batch_size=None)).clients
 
     def test_batches_without_a_size(self):
         loader = DataLoader(Letters(), batch_sampler=[[0, 1], [2]])

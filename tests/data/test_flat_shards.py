@@ -156,9 +156,9 @@ def test_summary_of_many_clients_counts_some_and_says_so():
 
 
 class TestManyClients:
-    """Two hundred thousand of twenty examples: with an object for each these would not pass."""
+    """A hundred thousand of twenty examples: with an object for each these would not pass."""
 
-    NUM_CLIENTS = 200_000
+    NUM_CLIENTS = 100_000
 
     def set_up(self):
         data = FederatedDataModule(

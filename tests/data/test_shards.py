@@ -1,36 +1,13 @@
-"""From indices to batches: epochs are permutations, batches the data set's own examples."""
+"""The order of a client's examples: epochs are permutations, cut into batches."""
 
 import itertools
 import math
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from fl_lightning.data.shards import local_order
-from fl_lightning.data.training_set import batch_reader
-
-X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
-
-
-class Pairs(Dataset):
-    """Examples one by one, (x, y), without an attribute that holds the labels."""
-
-    def __len__(self):
-        return len(X)
-
-    def __getitem__(self, index):
-        return X[index], int(Y[index])
-
-
-class Whole(Pairs):
-    """The same, and whole batches at once."""
-
-    def gather(self, indices):
-        return X[indices], Y[indices]
 
 
 def drawn(num_examples, batch_size, *, seed=0, **options):
@@ -89,39 +66,3 @@ class TestLocalOrder:
     def test_one_batch_has_no_order(self):
         assert drawn(3, 3, num_epochs=2) == [[100, 101, 102]] * 2
         assert drawn(3, 7, num_batches=3, drop_last=True) == [[100, 101, 102]] * 3
-
-
-class TestGather:
-    @pytest.mark.parametrize(
-        "dataset",
-        [
-            TensorDataset(X, Y),
-            Pairs(),
-            Whole(),
-            [(x, int(y)) for x, y in zip(X, Y, strict=True)],
-            ConcatDataset([TensorDataset(X[:5], Y[:5]), TensorDataset(X[5:], Y[5:])]),
-        ],
-        ids=["tensors", "one by one", "whole batches", "list", "concatenated"],
-    )
-    @pytest.mark.parametrize(
-        "indices_of_subset",
-        [None, [7, 3, 11, 0], torch.tensor([7, 3, 11, 0]), np.array([7, 3, 11, 0]), range(2, 8)],
-        ids=["all", "list", "tensor", "array", "range"],
-    )
-    def test_equals_a_loaders_batch(self, dataset, indices_of_subset):
-        if indices_of_subset is not None:
-            dataset = Subset(dataset, indices_of_subset)
-        indices = torch.tensor([2, 0, 3, 2])
-        found = batch_reader(dataset)(indices)
-        loader = DataLoader(dataset, batch_sampler=[indices.tolist()])
-        for one, other in zip(found, next(iter(loader)), strict=True):
-            assert torch.equal(one, other)
-
-    def test_a_subclass_of_a_tensor_data_set_keeps_its_own_examples(self):
-        class Negated(TensorDataset):
-            def __getitem__(self, index):
-                x, y = super().__getitem__(index)
-                return -x, y
-
-        x, _ = batch_reader(Negated(X, Y))(torch.tensor([1]))
-        assert torch.equal(x, -X[[1]])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from PIL import Image
 from small_sets import write_folder, write_idx, write_pickles
+from toys import validating_trainer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data import FederatedDataModule, NaturalPartition
@@ -65,12 +66,6 @@ def test_chosen_classes_are_what_remains_of_the_same_splits():
         assert torch.equal(chosen.images, all_images.images[kept])
 
 
-@pytest.mark.parametrize("classes", [[], [3, 10], [-1]])
-def test_classes_that_there_are_not_are_refused(classes):
-    with pytest.raises(ConfigurationError, match="classes must be"):
-        ready(Digits(classes=classes))
-
-
 def test_splits_and_training_order_are_seeded_and_the_order_is_new_each_pass(monkeypatch):
     def passes(seed):
         loader = ready(Digits(seed=seed)).train_dataloader()
@@ -111,11 +106,14 @@ def test_batches_have_their_shapes_types_and_scale():
     assert (plain.num_classes, plain.class_names) == (10, tuple("0123456789"))
 
 
-def test_every_setting_out_of_range_is_named_at_once():
+def test_out_of_range_settings_are_named_at_once_and_classes_that_there_are_not():
     with pytest.raises(ConfigurationError) as error:
         Digits(batch_size=0, image_size=0, val_fraction=1.0)
     for name in ("batch_size", "image_size", "val_fraction"):
         assert name in str(error.value)
+    for classes in ([], [3, 10], [-1]):
+        with pytest.raises(ConfigurationError, match="classes must be"):
+            ready(Digits(classes=classes))
 
 
 class Linear(LightningModule):
@@ -124,8 +122,7 @@ class Linear(LightningModule):
         self.layer = torch.nn.Linear(64, 10)
 
     def training_step(self, batch):
-        images, labels = batch
-        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)), labels)
+        return torch.nn.functional.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
 
     def validation_step(self, batch):
         self.log("val/loss", self.training_step(batch))
@@ -139,21 +136,9 @@ class Linear(LightningModule):
 
 # Lightning asks whether no validation images were meant, which val_fraction=0 says.
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
-# Lightning advises worker processes by the number of cores; these loaders have no work for them.
-# Its use of LeafSpec is deprecated by newer releases of torch: nothing here can change that.
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("val_fraction", [0.0, 0.1])
-def test_a_trainer_fits_validates_and_predicts(val_fraction, tmp_path):
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+def test_a_trainer_fits_validates_and_predicts(val_fraction):
+    trainer = validating_trainer(max_epochs=1)
     digits, model = Digits(val_fraction=val_fraction), Linear()
     trainer.fit(model, datamodule=digits)
     assert trainer.global_step == len(digits.train_dataloader())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from strange.client_state import BufferThatIsAssigned, MeanTeacher
-from strange.rows import WithLoss
+from strange.rows import Small
 from torch.nn import functional as F
 from toys import Given, Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
@@ -23,7 +23,7 @@ from fl_lightning.server import Mean
 SHARDS = [range(20), range(20, 32), range(32, 44), range(44, 60)]
 
 
-class Base(WithLoss):
+class Base(Small):
     """Trains by the loss alone."""
 
     def training_step(self, batch, batch_idx):

@@ -4,25 +4,17 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
+from toys import validating_trainer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.models import ImageClassifier, LeNet, McMahanCNN, Schedule, image_classifier
-
-# Lightning 2.6 under newer releases of what it stands on, and its advice on loaders' workers.
-lightning_runs = pytest.mark.filterwarnings(
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    r"ignore:.*does not have many workers:UserWarning",
-)
-lightning_parses = pytest.mark.filterwarnings(
-    "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
-)
 
 TINY = {"embed_dim": 12, "depth": 3, "num_heads": 3}
 
@@ -45,19 +37,8 @@ class Images(LightningDataModule):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-def trainer(tmp_path, **arguments):
-    return Trainer(
-        **{
-            "default_root_dir": tmp_path,
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **arguments,
-        }
-    )
+def trainer(*callbacks, **options):
+    return validating_trainer(*callbacks, **{"max_epochs": 1, "accelerator": "cpu"} | options)
 
 
 def trainable(model):
@@ -94,7 +75,7 @@ def test_channels_and_image_size_reach_every_network(name):
 def test_dropout_acts_before_the_classifier_in_training_only(name):
     kwargs = TINY if name.startswith("vit") else None
     arguments = {"num_classes": 5, "image_size": 32, "network_kwargs": kwargs}
-    images, _ = batch()
+    images, _ = batch(2)
     off, on = (ImageClassifier(name, **arguments, drop_rate=rate) for rate in (0.0, 0.5))
     on.load_state_dict(off.state_dict())
     on.train(), off.train()
@@ -107,13 +88,11 @@ def test_dropout_acts_before_the_classifier_in_training_only(name):
 # --- weights -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vit_small_patch16_224.dino", "resnet18.a1_in1k"])
-def test_weights_that_cannot_be_downloaded(monkeypatch, tmp_path, name):
+def test_weights_that_cannot_be_downloaded(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = {"cache_dir": str(tmp_path)}
     with pytest.raises(ConfigurationError, match=r"could not be downloaded.*checkpoint_path"):
-        ImageClassifier(
-            name, num_classes=2, pretrained=True, network_kwargs={"cache_dir": str(tmp_path)}
-        )
+        ImageClassifier("resnet10t", num_classes=2, pretrained=True, network_kwargs=folder)
 
 
 # --- refusals ----------------------------------------------------------------------------------
@@ -193,11 +172,10 @@ def test_label_smoothing_is_of_the_training_loss_only(monkeypatch):
     assert not torch.equal(logged["val/loss"], smoothed)
 
 
-@lightning_runs
-def test_every_stage_runs_under_the_trainer(tmp_path):
+def test_every_stage_runs_under_the_trainer():
     model = tiny_vit()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run = trainer(tmp_path, max_epochs=2)
+    run = trainer(max_epochs=2)
     run.fit(model, datamodule=Images())
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == before.keys()
@@ -256,26 +234,23 @@ class Rates(Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@lightning_runs
-def test_the_schedule_acts_once_a_round(tmp_path):
+def test_the_schedule_acts_once_a_round():
     schedule = Schedule("cosine", warmup_rounds=1)
     model = tiny_vit(schedule=schedule, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
     seen = Rates()
-    trainer(tmp_path, max_epochs=4, callbacks=[seen]).fit(model, datamodule=Images())
+    trainer(seen, max_epochs=4).fit(model, datamodule=Images())
     expected = [0.5 * schedule.factor(round, 4) for round in range(4) for _ in range(2)]
     assert seen.rates == pytest.approx(expected)
 
 
-@lightning_runs
-def test_a_cosine_in_a_run_without_end_is_refused(tmp_path):
+def test_a_cosine_in_a_run_without_end_is_refused():
     model = tiny_vit(schedule=Schedule("cosine"))
     with pytest.raises(ConfigurationError, match="max_epochs"):
-        trainer(tmp_path, max_epochs=-1, max_steps=1).fit(model, datamodule=Images())
+        trainer(max_epochs=-1, max_steps=1).fit(model, datamodule=Images())
 
 
-@lightning_runs
 def test_checkpoints_load_without_running_code(tmp_path):
-    run = trainer(tmp_path)
+    run = trainer()
     model = tiny_vit(schedule=Schedule("step"))
     run.fit(model, datamodule=Images())
     run.save_checkpoint(tmp_path / "last.ckpt")
@@ -288,7 +263,7 @@ def test_checkpoints_load_without_running_code(tmp_path):
 # --- the command line --------------------------------------------------------------------------
 
 
-@lightning_parses
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_the_parser_makes_the_defaults_and_refuses_a_bad_schedule():
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_lightning_class_args(ImageClassifier, "model")

@@ -52,7 +52,7 @@ def test_central_training_needs_nothing_else():
     data.setup("fit")
     module = KMeans(3, 4, start="common")
     module.centroids.data.copy_(whole(data.train_set)[0][[0, 40, 80]])
-    trainer = validating_trainer(max_epochs=20, log_every_n_steps=1)
+    trainer = validating_trainer(max_epochs=10, log_every_n_steps=1, check_val_every_n_epoch=10)
     trainer.fit(module, datamodule=data)
     assert float(trainer.callback_metrics["val/v_measure"]) > 0.6
 
@@ -106,7 +106,7 @@ def test_resumes_to_the_same_bits(tmp_path):
     options = {"aggregator": ClusterFedAvg(3)}
     whole = KMeans(3, 4, seed=0)
     fit(whole, iris(), SaveEverywhere(tmp_path), **options)
-    for moment in ("0-trained", "1-end", "2-trained"):
+    for moment in ("0-trained", "1-end"):
         module = KMeans(3, 4, seed=0)
         fit(module, iris(), ckpt_path=tmp_path / f"{moment}.ckpt", **options)
         assert torch.equal(weights(module), weights(whole)), moment

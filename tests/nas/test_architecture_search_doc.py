@@ -2,14 +2,15 @@
 
 import re
 import shlex
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from readme import ROOT
 from small_sets import write_folder
+from toys import SHORT_FIT
 
 from fl_lightning.cli import main
 from fl_lightning.nas import NASBench201
@@ -31,11 +32,7 @@ STORIES = [block for block in BLOCKS if any(not command.startswith("fit ") for c
 STORIES += [block for block in BLOCKS if block not in STORIES and "transfer.yaml" in str(block)]
 FIT = [command for block in BLOCKS if block not in STORIES for command in block]
 QUICKSTART = FIT[0]
-SHORT = (
-    "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1 --report false"
-    " --trainer.enable_model_summary false --test_after_fit false --trainer.num_sanity_val_steps 0"
-    " --trainer.limit_val_batches 1 --data.init_args.num_clients 5"
-)
+SHORT = (*SHORT_FIT, "--trainer.limit_val_batches=1", "--data.init_args.num_clients=5")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -53,35 +50,25 @@ QUICK = {
 def type_in(command):
     name = command.split()[0]
     if name != "fit":
-        main(
-            [
-                *shlex.split(command.replace("latency_ms<=0.4", "latency_ms<=1e6")),
-                *QUICK[name].split(),
-            ]
-        )
+        command = command.replace("latency_ms<=0.4", "latency_ms<=1e6")
+        main([*shlex.split(command), *QUICK[name].split()])
         return
-    small = SHORT
+    of_epochs = ("space/mobilenet.yaml", "space/resnet", "space/vit", "configs/quickstart.yaml")
     if "--federation null" in command:
-        small += " --trainer.limit_train_batches 1"
-    elif any(f"space/{name}.yaml" in command for name in ("mobilenet", "resnet", "vit")):
-        small += " --federation.local_epochs 1"
-    else:
-        small += " --federation.local_steps 1"
+        small = ["--trainer.limit_train_batches=1"]
+    elif any(name in command for name in of_epochs):
+        small = ["--federation.local_epochs=1"]
+    else:  # alpha of proxyless moves in every fifth step
+        small = [f"--federation.local_steps={5 if 'proxyless' in command else 1}"]
     if "one_shot_quickstart" in command:
-        small += " --model.init_args.recalibration_examples 128"
-    if "configs/quickstart.yaml" in command:
-        small = small.replace("--federation.local_steps 1", "--federation.local_epochs 1")
+        small += ["--model.init_args.recalibration_examples=128"]
     if "enas.yaml" in command:
-        small += " --model.init_args.learn.init_args.best_of 3"
-    if "proxyless" in command:  # alpha moves in every fifth step
-        small = small.replace("local_steps 1", "local_steps 5")
-    main([*shlex.split(command), *small.split()])
+        small += ["--model.init_args.learn.init_args.best_of=3"]
+    main([*shlex.split(command), *SHORT, *small])
 
 
 @pytest.fixture(autouse=True)
-def _clone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+def _clone(in_an_empty_folder):
     Path("configs").symlink_to(ROOT / "configs")
 
 
@@ -112,6 +99,13 @@ def test_stories_run(story):
     for command in story:
         type_in(command)
         assert is_written(command), command
+    if "transfer.yaml" in story[-1] and "nas_quickstart" in story[-1]:
+        config = yaml.safe_load(Path("runs/nas_quickstart/version_2/config.yaml").read_text())
+        assert config["data"]["init_args"]["source"]["init_args"]["classes"] == [5, 6, 7, 8, 9]
+        files = (f"runs/nas_quickstart/version_{n}/checkpoints/last.ckpt" for n in (1, 2))
+        before, after = (torch.load(file, weights_only=True)["state_dict"] for file in files)
+        stem = next(name for name in after if "stem" in name)
+        assert 0 < (after[stem] - before[stem]).abs().max() < 0.2  # it went on from there
 
 
 def is_written(command):
@@ -141,6 +135,8 @@ def test_the_run_leaves_what_the_table_says():
     names = [name for row in table for name in re.findall(r"`([a-z./]+)`", row)]
     assert len(names) >= 5
     assert all((Path("runs/nas_quickstart/version_0") / name).exists() for name in names)
+    retrain = yaml.safe_load(Path("runs/nas_quickstart/version_0/retrain.yaml").read_text())
+    assert retrain["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
     block, _ = re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)
     Path("transfer.yaml").write_text(block)
     options = (

@@ -43,9 +43,9 @@ def hooked(network, image):
     return flops, sum(parameter.numel() for parameter in network.parameters())
 
 
-@pytest.mark.parametrize("number", range(15))
+@pytest.mark.parametrize("number", range(6))
 def test_costs_are_those_of_a_network_that_is_built(number):
-    cell = cells(15)[number]
+    cell = cells(6)[number]
     classes, side = [(10, 32), (100, 32), (120, 16)][number % 3]
     network = SPACE.build(cell, num_classes=classes)
     expected = hooked(network, torch.zeros(1, 3, side, side))
@@ -121,10 +121,6 @@ def test_a_table_is_counted_once_and_without_random_draws():
     assert cost_table(Networks(SPACE, 12, dict(SHAPE))) is table
     assert torch.equal(torch.get_rng_state(), random)
     assert table["flops"].of_rows.device.type == "cpu"
-
-
-def test_costs_add_up():
-    assert Cost(1, 2, 3) + Cost(10, 20, 30) == Cost(11, 22, 33)
 
 
 def test_what_has_no_cost_is_refused():

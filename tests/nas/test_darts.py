@@ -53,12 +53,6 @@ def test_the_search_network_has_its_published_size():
     assert num_params(network) == 1_930_618
 
 
-def test_strings_round_trip():
-    for architecture in sampled(200):
-        assert SPACE.parse(str(architecture)) == architecture
-    assert len({str(architecture) for architecture in sampled(200)}) == 200
-
-
 def test_the_order_of_a_pair_means_nothing():
     text = str(SPACE.parse(DARTS_V2))
     swapped = text.replace("|sep_conv_3x3~0|sep_conv_3x3~1|", "|sep_conv_3x3~1|sep_conv_3x3~0|")
@@ -202,7 +196,7 @@ def test_reductions_are_at_a_third_and_two_thirds_and_only_there_are_strides():
         assert stride == (2 if row >= 14 and SPACE.rows[row].source < 2 else 1)
 
 
-@pytest.mark.parametrize("side", [8, 9, 15, 28])
+@pytest.mark.parametrize("side", [9, 28])
 def test_networks_take_images_of_any_side(side):
     architecture = sampled(1)[0]
     network = SPACE.build(architecture, num_classes=4, in_channels=1, channels=4, cells=3)

@@ -1,11 +1,10 @@
 """Every config of a one-shot network runs a round on small data."""
 
-import sys
 from pathlib import Path
 
 import pytest
 from small_sets import write_folder
-from toys import ACCELERATOR
+from toys import SHORT_FIT
 
 from fl_lightning.cli import main
 
@@ -19,20 +18,7 @@ SMALL = {
 }
 
 
-def run(folder, *words):
-    options = ["--trainer.max_epochs=1", f"--trainer.accelerator={ACCELERATOR}"]
-    options += ["--trainer.enable_progress_bar=false", "--report=false"]
-    main(["fit", *words, *options])
-    assert list(folder.rglob("last.ckpt"))
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-    return tmp_path
-
-
+@pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.parametrize(
     ("space", "methods"),
     [
@@ -43,19 +29,15 @@ def folder(tmp_path, monkeypatch):
         ("mobilenet", []),
     ],
 )
-def test_a_method_runs_over_a_space(folder, space, methods):
+def test_a_method_runs_over_a_space(tmp_path, space, methods):
     names = [f"class {i}" for i in range(10)]
-    write_folder(folder / "images", "train", names, 12, size=(32, 32))
-    write_folder(folder / "images", "test", names, 2, size=(32, 32))
+    write_folder(tmp_path / "images", "train", names, 12, size=(32, 32))
+    write_folder(tmp_path / "images", "test", names, 2, size=(32, 32))
     files = [f"space/{space}.yaml", *(f"{method}.yaml" for method in methods)]
-    layers = [word for file in files for word in ("--config", str(CONFIGS / file))]
-    rates = ["--model.init_args.method.init_args.rates=[1, 0.4, 0.1, 0.1, 0.1]"]  # fewer options
-    run(
-        folder,
-        *layers,
-        *(rates if "ofa_published" in methods else []),
-        "--model.init_args.space.init_args",
-        SMALL[space],
-        "--data.init_args.source.init_args.root=images",
-        "--data.init_args.source.init_args.batch_size=8",
-    )
+    words = [f"--config={CONFIGS / file}" for file in files]
+    if "ofa_published" in methods:  # fewer options
+        words += ["--model.init_args.method.init_args.rates=[1, 0.4, 0.1, 0.1, 0.1]"]
+    words += ["--model.init_args.space.init_args", SMALL[space]]
+    source = "--data.init_args.source.init_args"
+    main(["fit", *words, *SHORT_FIT, f"{source}.root=images", f"{source}.batch_size=8"])
+    assert list(tmp_path.rglob("last.ckpt"))

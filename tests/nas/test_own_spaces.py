@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from nas.test_supernet import TwoLayers, data, images, sgd, supernet, vectors
 from readme import ROOT
 from torch import nn
-from toys import toy_trainer
+from toys import SHORT_FIT, toy_trainer
 
 from fl_lightning import ConfigurationError, Federation
 from fl_lightning.cli import main
@@ -178,9 +178,7 @@ def test_a_search_keeps_to_constraints_over_a_space_of_ones_own():
 
 
 @pytest.mark.usefixtures("_doubles")
-@pytest.mark.parametrize(
-    "rule", [Softmax(), HardGumbel(), BinaryGates()], ids=lambda r: type(r).__name__
-)
+@pytest.mark.parametrize("rule", [HardGumbel(), BinaryGates()], ids=lambda r: type(r).__name__)
 def test_a_space_of_ones_own_trains_as_the_built_in_one_bit_for_bit(rule):
     def trained(space):
         module = supernet(space, rule, same_draws=True)
@@ -194,11 +192,15 @@ def test_a_space_of_ones_own_trains_as_the_built_in_one_bit_for_bit(rule):
 
 @pytest.mark.usefixtures("_doubles")
 @pytest.mark.parametrize(
-    ("rule", "learn"),
-    [(Softmax(), None), (HardGumbel(), None), (BinaryGates(), None), (SinglePath(), Reward())],
+    ("rule", "learn", "federated"),
+    [
+        (Softmax(), None, True),
+        (HardGumbel(), None, False),
+        (BinaryGates(), None, True),
+        (SinglePath(), Reward(), False),
+    ],
     ids=lambda part: type(part).__name__,
 )
-@pytest.mark.parametrize("federated", [True, False])
 def test_layers_are_searched_by_every_rule(rule, learn, federated):
     seed_everything(0, verbose=False)
     shape = {"num_classes": 2, "in_channels": 1, "image_size": 8, "channels": 4}
@@ -232,8 +234,7 @@ def test_a_mixture_is_weighted_by_the_softmax_over_the_layers_that_there_are():
     torch.testing.assert_close(mixed, expected)
 
 
-@pytest.mark.parametrize("method", [RandomPath(), Sandwich(1)], ids=lambda m: type(m).__name__)
-@pytest.mark.parametrize("federated", [True, False])
+@pytest.mark.parametrize(("method", "federated"), [(RandomPath(), False), (Sandwich(1), True)])
 def test_all_sizes_train_together(method, federated):
     seed_everything(0, verbose=False)
     module = OneShot(SIZED, method, num_classes=2, in_channels=1, image_size=8, seed=0)
@@ -274,16 +275,11 @@ def test_what_makes_no_space_is_refused(make, says):
 
 
 PAGE = (ROOT / "docs" / "own_spaces.md").read_text()
-SHORT = (
-    "--trainer.max_epochs 1 --trainer.enable_progress_bar false --report false --federation.local_steps 1"
-    " --trainer.enable_model_summary false --test_after_fit false --trainer.num_sanity_val_steps 0"
-)
 
 
+@pytest.mark.usefixtures("in_an_empty_folder")
 def test_what_the_page_shows_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
     monkeypatch.delitem(sys.modules, "my_network", raising=False)
     Path("configs").symlink_to(ROOT / "configs")
     network, snippet = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -292,6 +288,7 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch, capsys):
     said = re.findall(r"print\(.*# (.*)$", snippet, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == said
     for command in re.findall(r"^uv run fl-lightning (.*)$", PAGE, re.MULTILINE):
-        main([*shlex.split(command), *(SHORT.split() if command.startswith("fit") else [])])
+        short = [*SHORT_FIT, "--federation.local_steps=1"] if command.startswith("fit") else []
+        main([*shlex.split(command), *short])
     assert Path("runs/nas_quickstart/version_0/retrain.yaml").exists()
     assert "my_network.Sizes" in Path("best.yaml").read_text()

@@ -109,12 +109,8 @@ def test_what_multiplies_operations_that_were_not_selected(others, gradient, cal
     assert [operation.calls for operation in edge.operations] == calls
 
 
-def test_the_released_rule_is_the_default():
-    step = seeded(3)
-    assert HardGumbel().weights(torch.zeros(2, 3), step).bare
-
-
-def test_the_bare_rule_adds_to_every_number_of_an_image():
+def test_the_bare_rule_is_the_default_and_adds_to_every_number_of_an_image():
+    assert HardGumbel().weights(torch.zeros(2, 3), seeded(3)).bare
     alpha = row(ALPHA, requires_grad=True)
     weights = hard_gumbel_weights(alpha, row(NOISE), 1.0, "bare")
     weights.operations.retain_grad()
@@ -170,25 +166,19 @@ def test_soft_weights_become_hard_ones_as_the_temperature_falls():
     flat = gumbel_softmax(alpha, noise, 1e9)
     torch.testing.assert_close(flat, torch.full_like(flat, 1 / 3))
 
-
-def test_the_temperature_reaches_the_weights():
-    late = SoftGumbel().weights(torch.zeros(20, 3), seeded(progress=1.0)).operations
-    early = SoftGumbel().weights(torch.zeros(20, 3), seeded(progress=0.0)).operations
+    late, early = (
+        SoftGumbel().weights(torch.zeros(20, 3), seeded(progress=p)).operations for p in (1.0, 0.0)
+    )
     assert (late.max(1).values > early.max(1).values).all()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-@pytest.mark.parametrize("moves_alpha", [True, False])
-def test_one_candidate_is_that_candidate_to_the_last_bit(rule, moves_alpha):
+def test_one_candidate_is_itself_and_the_same_seed_draws_the_same_in_both_precisions(rule):
     operation = nn.Conv2d(4, 4, 3, padding=1)
-    edge = rule.edge(0, [lambda *_: operation], 4, 4, 1)
-    x = torch.randn(2, 4, 5, 5)
-    weights = rule.weights(torch.tensor([[0.7]]), seeded(moves_alpha=moves_alpha))
-    assert torch.equal(edge(x, weights), operation(x))
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_the_same_seed_draws_the_same_in_both_precisions(rule):
+    edge, x = rule.edge(0, [lambda *_: operation], 4, 4, 1), torch.randn(2, 4, 5, 5)
+    for moves_alpha in (True, False):
+        weights = rule.weights(torch.tensor([[0.7]]), seeded(moves_alpha=moves_alpha))
+        assert torch.equal(edge(x, weights), operation(x))
     alpha = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
     first, second = (
         rule.weights(alpha.to(dtype), seeded(4)) for dtype in (torch.float32, torch.float64)
@@ -214,24 +204,16 @@ def test_partial_channels_of_one_node():
     close(beta.grad, (0.450954, -0.450954))
 
 
-def test_all_channels_without_edge_weights_are_darts():
-    torch.manual_seed(0)
-    operations = [nn.Conv2d(4, 4, 3, padding=1), nn.Identity()]
-    candidates = [lambda *_, op=op: op for op in operations]
-    alpha, x = torch.randn(1, 2), torch.randn(2, 4, 6, 6)
-    mixed, partial = (
-        rule.edge(0, candidates, 4, 4, 1)(x, rule.weights(alpha, SearchStep()))
-        for rule in (Softmax(), PartialChannels(part=1, edge_weights=False))
-    )
-    assert torch.equal(mixed, partial)
+def test_all_channels_are_darts_and_with_equal_edge_weights_darts_scaled():
+    alpha, x = torch.randn(2, 2), torch.randn(2, 4, 6, 6)
 
+    def output(rule, shares=None):
+        weights = replace(rule.weights(alpha, SearchStep()), edges=shares)
+        return rule.edge(0, factors(1, 3), 4, 4, 1)(x, weights)
 
-def test_all_channels_with_equal_edge_weights_are_darts_scaled():
-    rule, alpha, x = PartialChannels(part=1), torch.randn(2, 2), torch.randn(2, 4)
-    weights = replace(rule.weights(alpha, SearchStep()), edges=torch.zeros(2).softmax(0))
-    edge = rule.edge(0, factors(1, 3), 4, 4, 1)
-    darts = Softmax().edge(0, factors(1, 3), 4, 4, 1)
-    assert torch.equal(edge(x, weights), 0.5 * darts(x, Softmax().weights(alpha, SearchStep())))
+    darts = output(Softmax())
+    assert torch.equal(output(PartialChannels(part=1, edge_weights=False)), darts)
+    assert torch.equal(output(PartialChannels(part=1), torch.zeros(2).softmax(0)), 0.5 * darts)
 
 
 @pytest.mark.parametrize(("stride", "side"), [(1, 5), (2, 5), (2, 6)])
@@ -294,22 +276,17 @@ def test_alpha_does_not_learn_where_none_is_open(opened, learns):
     gradient = (weights.operations[0] * torch.tensor([0.5, -0.3, 0.1])).sum()
     assert bool(torch.autograd.grad(gradient, alpha)[0].any()) == learns
 
-
-def test_a_step_that_moves_nothing_shifts_nothing():
-    alpha = torch.randn(4, 5)
+    alpha = torch.randn(4, 5)  # a step that moves nothing shifts nothing
     assert torch.equal(shifted(alpha, alpha, torch.rand(4, 5) > 0.5), alpha)
 
 
-def test_gates_run_one_path_for_weights_and_two_for_alpha():
+def test_gates_run_one_path_for_weights_and_two_for_alpha_of_which_these_learn():
     alpha = torch.zeros(3, 4, requires_grad=True)
     for moves_alpha, num_paths in ((False, 1), (True, 2)):
         weights = BinaryGates().weights(alpha, seeded(5, moves_alpha=moves_alpha))
         assert [len(numbers) for numbers in weights.running] == [num_paths] * 3
         assert weights.operations.requires_grad == moves_alpha
         assert weights.operations.sum(1).tolist() == [1, 1, 1]
-
-
-def test_only_alpha_of_the_paths_that_ran_learns():
     alpha = torch.randn(6, 5, requires_grad=True)
     weights = BinaryGates().weights(alpha, seeded(2))
     (weights.operations * torch.randn(6, 5)).sum().backward()
@@ -323,11 +300,15 @@ def test_a_single_path_runs_the_given_architecture():
     assert [operation.calls for operation in edge.operations] == [0, 1]
 
 
-@pytest.mark.parametrize("space", [NASBench201(), DARTS()], ids=["nas_bench_201", "darts"])
 @pytest.mark.parametrize(
-    "rule", [*RULES, PartialChannels(part=4)], ids=lambda rule: type(rule).__name__
+    ("rule", "space"),
+    [
+        *((rule, NASBench201()) for rule in (*RULES, PartialChannels(part=4))),
+        (PartialChannels(part=4), DARTS()),
+    ],
+    ids=lambda made: type(made).__name__,
 )
-def test_every_rule_runs_and_teaches_alpha_in_the_networks_of_cells(space, rule):
+def test_every_rule_runs_and_teaches_alpha_in_the_networks_of_cells(rule, space):
     network = space.network(rule.edge, num_classes=3, channels=8, cells=1, affine=False)
     alpha = torch.zeros(space.num_rows, len(space.operations), requires_grad=True)
     beta = torch.zeros(space.num_rows, requires_grad=True)

@@ -1,12 +1,11 @@
 """Every search in configs/nas runs a round over a space, over clients and without, and retrains."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from toys import ACCELERATOR
+from toys import SHORT_FIT
 
 from fl_lightning.cli import main
 
@@ -29,38 +28,24 @@ METHODS = {
     "proxyless": ["proxyless.yaml"],
     "fbnet": ["fbnet.yaml"],
 }
-SMALL = {
-    "--model.init_args.alpha_every": "1",
-    "--model.init_args.channels": "4",
-    "--data.init_args.num_clients": "2",
-    "--trainer.max_epochs": "1",
-    "--trainer.devices": "1",
-    "--trainer.accelerator": ACCELERATOR,
-    "--trainer.enable_progress_bar": "false",
-    "--report": "false",
-    "--trainer.enable_model_summary": "false",
-    "--trainer.num_sanity_val_steps": "0",
-    "--trainer.limit_val_batches": "1",
-    "--test_after_fit": "false",
+SMALL = (
+    *(*SHORT_FIT, "--trainer.limit_val_batches=1", "--data.init_args.num_clients=2"),
+    *("--model.init_args.alpha_every=1", "--model.init_args.channels=4"),
+)
+OVER = {
+    "clients": ["--federation.local_steps=1"],
+    "central": ["--federation=null", "--trainer.limit_train_batches=1"],
 }
-OVER_CLIENTS = {"--federation.local_steps": "1"}
-CENTRAL = {"--federation": "null", "--trainer.limit_train_batches": "1"}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+    pytest.mark.usefixtures("in_an_empty_folder"),
 ]
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-
-
-def run(*files, **options):
-    layers = [word for file in files for word in ("--config", str(file))]
-    main(["fit", *layers, *(word for pair in options.items() for word in pair)])
+def run(*files, options):
+    main(["fit", *(f"--config={file}" for file in files), *SMALL, *options])
 
 
 def found():
@@ -89,8 +74,7 @@ CASES.append(pytest.param(LAYERED, "fbnet", "clients", marks=pytest.mark.slow))
 @pytest.mark.parametrize(("space", "method", "over"), CASES)
 def test_every_search_runs_a_round(space, method, over):
     files = [CONFIGS / "nas" / name for name in METHODS[method]]
-    small = {**SMALL, "--model.init_args.channels": "8"} if space == LAYERED else SMALL
-    run(space, *files, **small, **(OVER_CLIENTS if over == "clients" else CENTRAL))
+    run(space, *files, options=OVER[over] + ["--model.init_args.channels=8"] * (space == LAYERED))
     assert "|" in found() or "Genotype" in found()
     names = {path.name for path in Path("runs").rglob("*")}
     assert {"cell.png", "cell.svg", "retrain.yaml"} <= names
@@ -98,8 +82,8 @@ def test_every_search_runs_a_round(space, method, over):
 
 
 def test_the_report_shows_what_was_found():
-    options = {**SMALL, **OVER_CLIENTS, "--report": "true", "--trainer.max_epochs": "2"}
-    run(CONFIGS / "nas" / "space" / "nas_bench_201.yaml", CONFIGS / "nas" / "darts.yaml", **options)
+    options = [*OVER["clients"], "--report=true", "--trainer.max_epochs=2"]
+    run(SPACES[1], CONFIGS / "nas" / "darts.yaml", options=options)
     [page] = [path.read_text() for path in Path("runs").rglob("report.html")]
     [section] = [path.read_text() for path in Path("runs").rglob("sections/search.html")]
     assert section in page

@@ -8,21 +8,13 @@ import pytest
 import torch
 import yaml
 from readme import ROOT
+from toys import SHORT_FIT
 
 from fl_lightning.cli import main
 
 ONE_SHOT = str(ROOT / "configs/nas/one_shot_quickstart.yaml")
 CELLS = str(ROOT / "configs/nas/quickstart.yaml")
-SHORT = [
-    *(
-        "--trainer.max_epochs=1",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.devices=1",
-        "--report=false",
-    ),
-    *("--trainer.enable_model_summary=false", "--test_after_fit=false"),
-    *("--data.init_args.num_clients=3", "--trainer.limit_val_batches=3"),
-]
+SHORT = [*SHORT_FIT, "--data.init_args.num_clients=3", "--trainer.limit_val_batches=3"]
 TINY = ["--model.init_args.channels=4", "--federation.local_steps=1"]
 
 pytestmark = [
@@ -66,71 +58,58 @@ def scores(out):
         return {row["architecture"]: float(row["score"]) for row in csv.DictReader(file)}
 
 
-def logged(kind, name, capsys):
-    """Return a metric as `validate` prints it."""
-    words = ["--trainer.logger=false", f"--trainer.default_root_dir={kind}"]
+def logged(kind, capsys):
+    """Return the metrics that `validate` prints."""
+    words = ["--config", str(run_of(kind) / "config.yaml"), f"--ckpt_path={checkpoint(kind)}"]
+    words += ["--trainer.logger=false", f"--trainer.default_root_dir={kind}"]
     capsys.readouterr()
-    main(
-        [
-            "validate",
-            "--config",
-            str(run_of(kind) / "config.yaml"),
-            *words,
-            f"--ckpt_path={checkpoint(kind)}",
-        ]
-    )
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{name} ")]
-    return float(line.split()[1])
+    main(["validate", *words])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return {line[0]: float(line[1]) for line in lines if line and line[0].startswith("val/")}
 
 
-@pytest.mark.parametrize(
-    ("network", "bound", "name"),
-    [
-        ("w1:e1-e1|w1:e1-e1", "params>=29250", "accuracy"),
-        ("w0.5:e0.5|w0.5:e0.5", "params<=2082", "smallest_accuracy"),
-    ],
-)
-def test_scores_are_those_that_validate_logs(network, bound, name, capsys):
-    search("one_shot_quickstart", f"--constraint={bound}", "--strategy=random", "--out=ends")
-    expected = logged("one_shot_quickstart", f"val/{name}", capsys)
-    assert scores("ends")[network] == pytest.approx(
-        expected, abs=5.1e-4
-    )  # three decimals are printed
+def test_scores_are_those_that_validate_logs(capsys):
+    expected = logged("one_shot_quickstart", capsys)
+    for network, bound, name in [
+        ("w1:e1-e1|w1:e1-e1", "params>=29250", "val/accuracy"),
+        ("w0.5:e0.5|w0.5:e0.5", "params<=2082", "val/smallest_accuracy"),
+    ]:
+        search("one_shot_quickstart", f"--constraint={bound}", "--strategy=random", "--out=ends")
+        # three decimals are printed
+        assert scores("ends")[network] == pytest.approx(expected[name], abs=5.1e-4)
 
 
-def test_a_search_leaves_no_trace_in_the_run_and_writes_what_it_found(capsys):
+def test_a_search_leaves_its_results_alone_and_they_begin_with_the_weights_or_from_scratch(capsys):
+    """It leaves no trace in the run."""
     before = {path: path.stat().st_mtime_ns for path in run_of("one_shot_quickstart").rglob("*")}
     words = ["--constraint=params<=4000", "--budget=6", "--out=few", "--export=few/best.yaml"]
     search("one_shot_quickstart", *words)
-    said = capsys.readouterr().out
-    assert "| accuracy | flops" in said
+    assert "| accuracy | flops" in capsys.readouterr().out
     assert {path.name for path in Path("few").iterdir()} == {
         *("best.yaml", "evaluated.csv", "front.png", "front.svg", "report.html")
     }
     after = {path: path.stat().st_mtime_ns for path in run_of("one_shot_quickstart").rglob("*")}
     assert after == before
     assert not Path("config.yaml").exists()
-
-
-def test_the_exported_network_begins_with_the_supernets_weights_or_from_scratch():
-    search("one_shot_quickstart", "--budget=3", "--constraint=params<=4000", "--export=best.yaml")
-    best = yaml.safe_load(Path("best.yaml").read_text())
+    best = yaml.safe_load(Path("few/best.yaml").read_text())
     network = best["model"]["init_args"]["network"]["init_args"]
     assert network["weights"] == checkpoint("one_shot_quickstart")
     stay = ["--model.init_args.optimizer.init_args.lr=1e-6"]
     supernet = torch.load(checkpoint("one_shot_quickstart"), weights_only=True)["state_dict"]
     del network["weights"]
     Path("scratch.yaml").write_text(yaml.safe_dump(best))
-    for name, file in (("kept", "best.yaml"), ("fresh", "scratch.yaml")):
+    for name, file in (("kept", "few/best.yaml"), ("fresh", "scratch.yaml")):
         logger = f"--trainer.logger.init_args.name={name}"
         main(["fit", "--config", file, *SHORT, *stay, logger])
         trained = torch.load(checkpoint(name), weights_only=True)["state_dict"]
         stem = trained["network.network.stem.0.weight"]
         same = torch.allclose(stem, supernet["network.stem.0.weight"], atol=1e-4)
         assert same == (name == "kept")
+    with pytest.raises(SystemExit, match="OneShot or Supernet, got ImageClassifier"):
+        search("fresh")  # a plain network has no sub-networks
 
 
-def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch(capsys):
+def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch():
     words = ["--constraint=flops<=60000", "--budget=4", "--out=cells", "--export=cell.yaml"]
     search("nas_quickstart", *words)
     best = yaml.safe_load(Path("cell.yaml").read_text())
@@ -138,14 +117,6 @@ def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch(capsys)
     assert best["data"]["init_args"]["search_fraction"] == 0.0
     main(["fit", "--config", "cell.yaml", *SHORT, "--trainer.logger.init_args.name=cell"])
     assert Path(checkpoint("cell")).exists()
-
-
-def test_what_a_search_over_cells_leaves_trains_by_itself():
-    retrain = run_of("nas_quickstart") / "retrain.yaml"
-    content = yaml.safe_load(retrain.read_text())
-    assert content["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
-    main(["fit", "--config", str(retrain), *SHORT, "--trainer.logger.init_args.name=retrained"])
-    assert Path(checkpoint("retrained")).exists()
 
 
 @pytest.mark.parametrize(
@@ -187,9 +158,3 @@ def test_a_mistake_is_told_in_a_sentence(words, says, capsys, tmp_path):
     said = f"{end.value.code} {capsys.readouterr().err}"
     assert says in said
     assert "Traceback" not in said
-
-
-def test_a_plain_network_has_no_sub_networks():
-    main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), *SHORT])
-    with pytest.raises(SystemExit, match="OneShot or Supernet, got ImageClassifier"):
-        main(["search", "--ckpt_path", checkpoint("quickstart")])

@@ -11,6 +11,7 @@ from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.blocks import blocks_of
+from fl_lightning.nas.spaces.darts import DARTS
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
@@ -109,7 +110,9 @@ def test_too_many_to_enumerate():
 
 @settings(max_examples=200)
 @given(
-    st.sampled_from([small_mobilenet(), ResNet(), small_resnet(), ViT(), small_vit(), LAYERS]),
+    st.sampled_from(
+        [small_mobilenet(), ResNet(), small_resnet(), ViT(), small_vit(), LAYERS, DARTS()]
+    ),
     st.data(),
 )
 def test_strings_round_trip(space, data):

@@ -140,16 +140,8 @@ def test_clients_with_one_full_batch_each_take_the_pooled_step():
     assert not torch.allclose(central.alpha, supernet(TwoLayers()).alpha, atol=1e-2)  # it moved
     assert torch.allclose(clients.alpha, central.alpha, atol=1e-9)
     assert torch.allclose(weights(clients), weights(central), atol=1e-9)
-
-
-def test_fresh_optimizers_at_clients_do_not_take_the_pooled_step():
-    central = fitted(supernet(TwoLayers()), data(vectors(), 3, 60), rounds=3)
-    fresh = fitted(
-        supernet(TwoLayers(), architecture_state="none"),
-        data(vectors(), 3, 60),
-        Federation(local_steps=1),
-        rounds=3,
-    )
+    fresh = supernet(TwoLayers(), architecture_state="none")  # optimizers at clients, each round
+    fitted(fresh, data(vectors(), 3, 60), Federation(local_steps=1))
     assert not torch.allclose(fresh.alpha, central.alpha, atol=1e-6)
 
 
@@ -183,9 +175,9 @@ def test_three_clients_whose_mean_sign_is_wrong():
 def test_one_client_is_the_central_search(rule, learn):
     """To the rounding of x - (x - y), which is how a client's y arrives; float32 sees no difference."""
     options = {"learn": learn, "same_draws": True, "architecture_state": "clients"}
-    central = fitted(supernet(NASBench201(), rule, **options), data(images(), 1, 24))
-    one = fitted(
-        supernet(NASBench201(), rule, **options), data(images(), 1, 24), Federation(local_steps=1)
+    central, one = (
+        fitted(supernet(NASBench201(), rule, **options), data(images(), 1, 24), *clients, rounds=2)
+        for clients in ([], [Federation(local_steps=1)])
     )
     assert torch.allclose(weights(one), weights(central), rtol=0, atol=1e-13)
     assert torch.equal(one.alpha.float(), central.alpha.float())
@@ -220,27 +212,22 @@ class Starts(Callback):
 
 
 @pytest.mark.parametrize(
-    ("rule", "options", "waits"),
+    ("rule", "options", "rounds", "waits", "steps"),
     [
-        (Softmax(), {"alpha_from": 0.5}, 2),
-        (LastHalf(), {}, 2),
-        (LastHalf(), {"alpha_from": 1.0}, 3),
-        (BinaryGates(), {"alpha_from": 0.5}, 2),
+        (Softmax(), {"alpha_from": 0.5}, 4, 2, 1),
+        (LastHalf(), {}, 4, 2, 0),
+        (LastHalf(), {"alpha_from": 1.0}, 4, 3, 1),
+        (BinaryGates(), {"alpha_from": 0.5}, 4, 2, 0),
+        (Softmax(), {"alpha_from": 1.0}, 1, 0, 0),  # it moves in the only round of a search
     ],
 )
-@pytest.mark.parametrize("steps", [0, 1], ids=["central", "federated"])
-def test_alpha_waits(rule, options, waits, steps):
+def test_alpha_waits(rule, options, rounds, waits, steps):
     starts = Starts()
     callbacks = [starts, *(Federation(local_steps=steps) for _ in range(steps))]
-    module = fitted(supernet(TwoLayers(), rule, **options), data(vectors(), 3, 60), *callbacks)
+    module = supernet(TwoLayers(), rule, **options)
+    fitted(module, data(vectors(), 3, 60), *callbacks, rounds=rounds)
     assert all(torch.equal(alpha, starts.seen[0]) for alpha in starts.seen[: waits + 1])
     assert not torch.equal(module.alpha, starts.seen[waits])
-
-
-def test_alpha_moves_in_the_only_round_of_a_search():
-    start = supernet(TwoLayers()).alpha.detach().clone()
-    module = fitted(supernet(TwoLayers(), alpha_from=1.0), data(vectors(), 3, 60), rounds=1)
-    assert not torch.equal(module.alpha.detach(), start)
 
 
 def gradients_of_alpha(module):
@@ -256,27 +243,59 @@ def gradients_of_alpha(module):
 def test_alpha_moves_in_every_fifth_step():
     module = supernet(TwoLayers(), alpha_every=5)
     seen = gradients_of_alpha(module)
-    fitted(
-        module, data(vectors(), 1, 5), rounds=2
-    )  # 30 examples for the weights: six steps a round
+    fitted(module, data(vectors(), 1, 5), rounds=2)  # 30 examples for weights: six steps a round
     assert len(seen) == 2
 
 
-def test_a_round_without_a_step_of_alpha_is_refused():
-    with pytest.raises(ConfigurationError, match="alpha_every is 5, and federation"):
-        fitted(
-            supernet(TwoLayers(), alpha_every=5), data(vectors(), 3, 5), Federation(local_steps=4)
-        )
-    with pytest.raises(
-        ConfigurationError, match="batches in an epoch is 1: alpha would never move"
-    ):
-        fitted(supernet(TwoLayers(), alpha_every=2), data(vectors(), 1, 60))
+@pytest.mark.parametrize(
+    ("rule", "options", "says"),
+    [
+        (Softmax(), {"alpha_draws": 2}, "alpha_draws is 2"),
+        (BinaryGates(), {"alpha_draws": 2}, "alpha_draws is 2"),
+        # what perturbation removes is part of a mixture
+        *(
+            (rule, {"selection": "perturbation", "learn": learn}, "selection perturbation removes")
+            for rule, learn in [
+                (HardGumbel(), None),
+                (SinglePath(), Reward()),
+                (Softmax(), Reward()),
+            ]
+        ),
+    ],
+)
+def test_options_that_make_no_search_are_refused(rule, options, says):
+    with pytest.raises(ConfigurationError, match=says):
+        supernet(TwoLayers(), rule, **options)
 
 
-@pytest.mark.parametrize("rule", [Softmax(), BinaryGates()], ids=["Softmax", "BinaryGates"])
-def test_draws_that_cannot_be_averaged_are_refused(rule):
-    with pytest.raises(ConfigurationError, match="alpha_draws is 2"):
-        supernet(TwoLayers(), rule, alpha_draws=2)
+def whole():
+    """Clients' examples without a half for the search."""
+    return FederatedDataModule(LoaderData(DataLoader(vectors(), batch_size=60)), num_clients=3)
+
+
+NOISE = CentralDP(clip_norm=1.0, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "federation", "says"),
+    [
+        ({"alpha_every": 5}, lambda: data(vectors(), 3, 5), {"local_steps": 4}, "alpha_every is 5"),
+        ({"alpha_every": 2}, lambda: data(vectors(), 1, 60), None, "in an epoch is 1: alpha would"),
+        ({}, whole, {"local_steps": 1}, "search_fraction"),
+        ({}, whole, None, "search_fraction"),
+        # right answers of clients are counted
+        (
+            {"selection": "perturbation"},
+            lambda: data(vectors(), 3, 60),
+            {"local_steps": 1, "privacy": NOISE},
+            r"right answers of model\.selection perturbation is",
+        ),
+    ],
+)
+def test_fits_that_make_no_search_are_refused(options, source, federation, says):
+    callbacks = [] if federation is None else [Federation(**federation)]
+    with pytest.raises(ConfigurationError, match=says):
+        fitted(supernet(TwoLayers(), **options), source(), *callbacks)
 
 
 def test_several_draws_are_averaged():
@@ -380,14 +399,6 @@ def test_an_undecided_alpha_is_not_announced_as_found(caplog):
     assert "architecture:" in caplog.text
 
 
-def test_batches_without_a_half_for_the_search_are_refused():
-    plain = FederatedDataModule(LoaderData(DataLoader(vectors(), batch_size=60)), num_clients=3)
-    with pytest.raises(ConfigurationError, match="search_fraction"):
-        fitted(supernet(TwoLayers()), plain, Federation(local_steps=1))
-    with pytest.raises(ConfigurationError, match="search_fraction"):
-        fitted(supernet(TwoLayers()), plain)
-
-
 def test_a_rate_of_zero_is_refused():
     with pytest.raises(ConfigurationError, match="lr must be positive"):
         ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.0), local_lr=0.0)
@@ -414,8 +425,10 @@ def searched(module, num_clients):
     return fitted(module, data(examples, num_clients, 60), *callbacks, rounds=1)
 
 
-@pytest.mark.parametrize("num_clients", [3, 1])
-@pytest.mark.parametrize("options", [{"learn": Reward(best_of=20)}, {"selection": "perturbation"}])
+@pytest.mark.parametrize(
+    ("options", "num_clients"),
+    [({"learn": Reward(best_of=20)}, 3), ({"selection": "perturbation"}, 1)],
+)
 def test_accuracy_selects_against_alpha(options, num_clients):
     rule = SinglePath() if "learn" in options else Softmax()
     module = searched(taught(supernet(TwoLayers(), rule, **options)), num_clients)
@@ -519,15 +532,3 @@ def test_perturbation_keeps_what_a_plain_loop_keeps(num_clients):
     module = fitted(module, data(images(), num_clients, 24), *callbacks, repeats, rounds=2)
     assert module.chosen == repeats.found
     assert module.chosen != module.space.derive(module.alpha.detach())
-
-
-def test_perturbation_needs_the_mixture_and_counts_of_clients():
-    for rule, learn in ((HardGumbel(), None), (SinglePath(), Reward()), (Softmax(), Reward())):
-        with pytest.raises(ConfigurationError, match=r"model\.selection perturbation removes"):
-            supernet(TwoLayers(), rule, learn=learn, selection="perturbation")
-    private = Federation(local_steps=1, privacy=CentralDP(clip_norm=1.0, noise_multiplier=1.0))
-    module = supernet(TwoLayers(), selection="perturbation")
-    with pytest.raises(
-        ConfigurationError, match=r"right answers of model\.selection perturbation is"
-    ):
-        fitted(module, data(vectors(), 3, 60), private)

@@ -58,35 +58,37 @@ def test_what_would_do_nothing_is_refused(options, says):
         supernet(**options)
 
 
-@pytest.mark.parametrize("state", ["server", "clients"])
-@pytest.mark.parametrize("option", ["optimizer", "architecture_optimizer"])
-def test_optimizers_that_ask_for_the_loss_are_refused(option, state):
-    options = {option: torch.optim.LBFGS, "architecture_state": state}
-    with pytest.raises(ConfigurationError, match=rf"model\.{option} is LBFGS"):
-        search(Supernet(TwoLayers(), num_classes=2, in_channels=4, image_size=1, **options))
+LBFGS = {"optimizer": torch.optim.LBFGS}
+OF_ALPHA = {"architecture_optimizer": torch.optim.LBFGS}
 
 
-def test_images_of_another_size_are_refused():
-    module = Supernet(TwoLayers(), num_classes=2, in_channels=4, image_size=8, seed=0)
-    with pytest.raises(ConfigurationError, match="image_size is 8, and the images are 1 x 1"):
-        search(module)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [  # optimizers that ask for the loss, images of another size
+        ({**LBFGS, "architecture_state": "clients"}, r"model\.optimizer is LBFGS"),
+        (OF_ALPHA, r"model\.architecture_optimizer is LBFGS"),
+        ({**OF_ALPHA, "architecture_state": "clients"}, r"model\.architecture_optimizer is LBFGS"),
+        ({"image_size": 8}, "image_size is 8, and the images are 1 x 1"),
+    ],
+)
+def test_what_no_search_can_use_is_refused(options, says):
+    given = {"num_classes": 2, "in_channels": 4, "image_size": 1, **options}
+    with pytest.raises(ConfigurationError, match=says):
+        search(Supernet(TwoLayers(), **given))
 
 
-def test_a_precision_in_which_small_steps_are_none_is_refused():
+def test_runs_that_are_no_search_are_refused():
+    with pytest.raises(ConfigurationError, match="must be at least 1 in a search, got -1"):
+        search(rounds=-1, trainer={"max_steps": 3})
     with pytest.raises(ConfigurationError, match="bf16-true, and alpha has 8 binary digits"):
-        _check_precision("bf16-true")
+        _check_precision("bf16-true")  # in which small steps are none
+    for half in ("16-mixed", "16-true"):
+        with pytest.raises(ConfigurationError, match="bf16-mixed"):
+            _check_precision(half)
     _check_precision("bf16-mixed")
-
-
-def test_a_central_search_in_two_processes_is_refused():
     with pytest.raises(ConfigurationError, match=r"got 2: each would move an alpha of its own"):
         _check_one_device(2)
     _check_one_device(1)
-
-
-def test_a_search_knows_its_length():
-    with pytest.raises(ConfigurationError, match="must be at least 1 in a search, got -1"):
-        search(rounds=-1, trainer={"max_steps": 3})
 
 
 class Stop(Callback):

@@ -15,11 +15,13 @@ from fl_lightning import ConfigurationError
 from fl_lightning.sparsity import LinearHead, RidgeHead, head_features
 
 IMAGES, CLASSES = load_digits(return_X_y=True)
-X, Y = torch.from_numpy(IMAGES[:400] / 16).float(), torch.from_numpy(CLASSES[:400])
+X, Y = torch.from_numpy(IMAGES[:200] / 16).float(), torch.from_numpy(CLASSES[:200])
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("strength", [0.1, 10.0])
+CASES = pytest.mark.parametrize(("strength", "has_bias"), [(1.0, True), (10.0, False)])
+
+
+@CASES
 def test_ridge_is_scikit_learns(strength, has_bias):
     theirs = Ridge(alpha=strength, fit_intercept=has_bias).fit(X.double(), np.eye(10)[Y])
     ours = RidgeHead(regularisation=strength).fit([(X, Y)], 64, 10, has_bias=has_bias)
@@ -29,8 +31,7 @@ def test_ridge_is_scikit_learns(strength, has_bias):
         np.testing.assert_allclose(ours.bias, theirs.intercept_, atol=1e-8)
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("strength", [1.0, 10.0])
+@CASES
 def test_logistic_regression_is_scikit_learns(strength, has_bias):
     theirs = LogisticRegression(
         C=1 / strength, fit_intercept=has_bias, tol=1e-10, max_iter=5000, solver="newton-cg"
@@ -47,10 +48,10 @@ def test_logistic_regression_is_scikit_learns(strength, has_bias):
 
 
 @settings(max_examples=10)
-@given(cuts=st.lists(st.integers(0, 400), max_size=5))
+@given(cuts=st.lists(st.integers(0, 200), max_size=5))
 @pytest.mark.parametrize("fit", [RidgeHead(), LinearHead(regularisation=5.0, max_iterations=15)])
 def test_the_division_of_the_examples_does_not_matter(fit, cuts):
-    places = [0, *sorted(cuts), 400]
+    places = [0, *sorted(cuts), 200]
     owners = [(X[a:b], Y[a:b]) for a, b in pairwise(places)]
     one, many = fit.fit([(X, Y)], 64, 10), fit.fit(owners, 64, 10)
     torch.testing.assert_close(many.weight, one.weight, rtol=0, atol=1e-6)

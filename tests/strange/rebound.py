@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from strange.rows import BLOBS, ROWS, SEQUENTIAL, UNEVEN, Row, WithLoss
+from strange.rows import BLOBS, ROWS, SEQUENTIAL, UNEVEN, Row, Small
 
 
-class Changes(WithLoss):
+class Changes(Small):
     """Has buffers ``n`` and ``m`` and changes them by a function."""
 
     def __init__(self, start, change):
@@ -33,6 +33,36 @@ class Changes(WithLoss):
         loss = self.loss(batch) / (1 + self.level().abs())
         self.change(self)
         return loss
+
+
+class EveryType(Changes):
+    """Has more buffers, of every type, each with its own change."""
+
+    CHANGES = (
+        (torch.ones(2, 3, dtype=torch.long), lambda b: b + 1),
+        *(
+            (torch.ones((), dtype=t), lambda b: b + 1)
+            for t in (torch.int32, torch.int16, torch.int8)
+        ),
+        (torch.tensor(250, dtype=torch.uint8), lambda b: b + 3),  # it wraps
+        (torch.tensor(True), torch.logical_not),
+        (torch.ones((), dtype=torch.float16), lambda b: b + 0.125),
+        *((torch.ones((), dtype=t), lambda b: 0.9 * b) for t in (torch.float32, torch.float64)),
+    )
+
+    def prepare(self):
+        for place, (start, _) in enumerate(self.CHANGES):
+            self.register_buffer(f"b{place}", start.clone())
+
+    def level(self):
+        others = (getattr(self, f"b{place}") for place in range(len(self.CHANGES)))
+        return super().level() + 0.1 * sum(b.to(self.net[0].weight.dtype).mean() for b in others)
+
+
+def change_all(m):
+    m.n = m.n + 1
+    for place, (_, change) in enumerate(m.CHANGES):
+        setattr(m, f"b{place}", change(getattr(m, f"b{place}")))
 
 
 class Shares(Changes):
@@ -148,29 +178,15 @@ LONG, BYTE, FLOAT, BOOL, COMPLEX = (
 BEHIND, TURNED = "keep their shapes", torch.polar(torch.tensor(1.0), torch.tensor(0.3))
 # name, class, n at the start, change, and what differs from a row that either engine may train
 CHANGES = [
-    ("Long", Changes, one(LONG), put("n", plus_one), {}),
-    ("LongMatrix", Changes, one(LONG, 2, 3), put("n", plus_one), {}),
-    ("Int32", Changes, one(torch.int32), put("n", plus_one), {}),
-    ("Int16", Changes, one(torch.int16), put("n", plus_one), {}),
-    ("Int8", Changes, one(torch.int8), put("n", plus_one), {}),
-    ("Byte", Changes, one(BYTE), put("n", plus_one), {}),
-    ("ByteThatWraps", Changes, one(BYTE) * 250, put("n", lambda n: n + 3), {}),
-    ("Bool", Changes, one(LONG) > 0, put("n", torch.logical_not), {}),
-    ("Half", Changes, one(torch.float16), put("n", lambda n: n + 0.125), {}),
-    ("Float", Changes, one(FLOAT), put("n", lambda n: 0.9 * n), {}),
-    ("Double", Changes, one(torch.float64), put("n", lambda n: 0.9 * n), {}),
-    ("Complex", Changes, one(COMPLEX), put("n", lambda n: n + (0.1 + 0.2j)), {}),
+    ("EveryType", EveryType, one(LONG), change_all, {}),
     ("ComplexInPlace", Changes, one(COMPLEX, 3), write(lambda n: n.add_(0.1j)), {}),
     ("ComplexConstant", Changes, one(COMPLEX, 3), lambda m: None, {}),
     ("NotPersistent", Changes, one(LONG), put("m", plus_one), {}),
     ("Wider", Changes, one(torch.int32), put("n", lambda n: n.long() + 1), SEQUENTIAL),
-    ("BoolToLong", Changes, one(LONG) > 0, put("n", lambda n: n + 1), SEQUENTIAL),
     ("FloatToDouble", Changes, one(FLOAT), put("n", lambda n: n.double() + 1), {}),
     ("DataOfLong", Changes, one(LONG), data(plus_one), SEQUENTIAL),
     ("DataOfFloat", Changes, one(FLOAT), data(plus_one), SEQUENTIAL),
-    ("DataOfBool", Changes, one(LONG) > 0, data(torch.logical_not), SEQUENTIAL),
     ("DataOfComplex", Changes, one(COMPLEX), data(plus_one), SEQUENTIAL),
-    ("SetOfLong", Changes, one(LONG), write(lambda n: n.set_(n + 1)), SEQUENTIAL),
     ("SetOfFloat", Changes, one(FLOAT), write(lambda n: n.set_(n + 1)), SEQUENTIAL),
     ("AliasOfAParameter", Changes, one(FLOAT, 8), alias, SEQUENTIAL),
     ("Swapped", Changes, one(LONG), swap, {}),
