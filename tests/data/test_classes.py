@@ -19,11 +19,13 @@ from fl_lightning.data.partitions.label_shards import LabelShards, McMahanShards
 from fl_lightning.data.partitions.partition import IID
 
 CLASSES = np.arange(24) % 3
-BY_CLASS = [
-    LabelShards(classes_per_client=1),
-    DirichletPerClass(alpha=0.5),
-    DirichletPerClient(alpha=0.5),
-]
+NAMES = np.array(["ant", "bee", "cat"])[CLASSES]
+ONE_CLASS = LabelShards(classes_per_client=1)
+BY_CLASS = pytest.mark.parametrize(
+    "rule",
+    [ONE_CLASS, DirichletPerClass(alpha=0.5), DirichletPerClient(alpha=0.5)],
+    ids=lambda rule: type(rule).__name__,
+)
 AGES = torch.linspace(25, 60, 24)[torch.randperm(24, generator=torch.Generator().manual_seed(1))]
 
 
@@ -37,82 +39,56 @@ def owned(data):
     return [shard.tolist() for shard in data.clients]
 
 
-class TestAsLabels:
-    @pytest.mark.parametrize("dtype", [np.float32, np.int64, bool, np.uint8])
-    def test_one_hot_rows(self, dtype):
-        assert as_labels(np.eye(3, dtype=dtype)[CLASSES]).tolist() == CLASSES.tolist()
-
-    def test_binary_targets_of_a_loss(self):
-        found = as_labels(np.array([[0.0], [1.0], [1.0]], np.float32))
-        assert (found.tolist(), found.dtype.kind) == ([0, 1, 1], "i")
-
-    @pytest.mark.parametrize(
-        "values",
-        [
-            np.array([3, 1]),
-            np.array(["b", "a"]),
-            np.array([True, False]),
-            np.array([25.0, 31.0]),
-            np.array([[1, 1, 0], [0, 0, 1]]),  # several classes at once
-            np.array([[0, 0], [1, 0]]),  # or none
-            np.array([[0.5, 0.5], [0.1, 0.9]]),
-        ],
-        ids=str,
+@pytest.mark.parametrize(
+    ("values", "labels", "classes"),
+    [
+        *((np.eye(3, dtype=t)[CLASSES], CLASSES.tolist(), None) for t in ("f4", "i8", "?", "u1")),
+        (np.array([[0.0], [1.0], [1.0]], np.float32), [0, 1, 1], None),  # binary targets of a loss
+        # others stay as they are
+        (np.array([3, 1]), None, True),
+        (np.array(["b", "a"]), None, True),
+        (np.array([True, False]), None, True),
+        (np.array([0.0, 1.0]), None, True),
+        (np.array([25.0, 31.0]), None, False),
+        (np.array([0.0, np.nan]), None, False),
+        (np.array([[1, 1, 0], [0, 0, 1]]), None, False),  # several classes at once
+        (np.array([[0, 0], [1, 0]]), None, False),  # or none
+        (np.array([[0.5, 0.5], [0.1, 0.9]]), None, False),
+    ],
+    ids=str,
+)
+def test_what_labels_and_classes_are(values, labels, classes):
+    found = as_labels(values)
+    assert (
+        found is values if labels is None else (found.tolist(), found.dtype.kind) == (labels, "i")
     )
-    def test_others_stay_as_they_are(self, values):
-        assert as_labels(values) is values
-
-    @pytest.mark.parametrize(
-        ("values", "wanted"),
-        [
-            ([2, 0], True),
-            (["b", "a"], True),
-            ([0.0, 1.0], True),
-            ([25.0, 31.0], False),
-            ([0.0, np.nan], False),
-            ([[1, 1], [0, 1]], False),
-        ],
-    )
-    def test_what_classes_are(self, values, wanted):
-        assert are_classes(np.array(values)) is wanted
+    assert classes is None or are_classes(values) is classes
 
 
-@pytest.mark.parametrize("rule", BY_CLASS, ids=lambda rule: type(rule).__name__)
+@BY_CLASS
 class TestPartitionsByClass:
-    @pytest.mark.parametrize(
-        "of",
-        [
-            lambda classes: np.array(["ant", "bee", "cat"])[classes],
-            lambda classes: np.eye(3)[classes],
-            lambda classes: torch.eye(3, dtype=torch.int64)[classes],
-            lambda classes: classes.astype(np.uint8),
-            lambda classes: np.array([-7, 0, 100])[classes],
-        ],
-        ids=["strings", "one-hot", "one-hot tensor", "uint8", "gaps"],
-    )
-    def test_divide_by_what_the_labels_mean(self, rule, of):
-        assert owned(federated(of(CLASSES), rule)) == owned(federated(CLASSES, rule))
-
-    def test_binary_targets(self, rule):
+    def test_divide_by_what_the_labels_mean(self, rule):
+        expected = owned(federated(CLASSES, rule))
+        for labels in (
+            NAMES,
+            np.eye(3)[CLASSES],
+            torch.eye(3, dtype=torch.int64)[CLASSES],
+            CLASSES.astype(np.uint8),
+            np.array([-7, 0, 100])[CLASSES],
+        ):
+            assert owned(federated(labels, rule)) == expected
         two = CLASSES % 2
         targets = two[:, None].astype(np.float32)
-        assert owned(federated(targets, rule, num_clients=2)) == owned(
-            federated(two, rule, num_clients=2)
-        )
+        one, other = (owned(federated(given, rule, num_clients=2)) for given in (targets, two))
+        assert one == other
 
-    @pytest.mark.parametrize(
-        "numbers", [AGES, AGES.round(), AGES[:, None]], ids=["", "whole", "(N, 1)"]
-    )
-    def test_refuse_real_numbers_and_offer_bins(self, rule, numbers):
-        name = type(rule).__name__
-        message = rf"{name} divides by class, and the labels are \d+ different real numbers from 25 to 60: set data.bins"
-        with pytest.raises(ConfigurationError, match=message):
-            owned(federated(numbers, rule))
-
-    def test_refuse_several_classes_at_once(self, rule):
-        rows = np.ones((24, 4))
+    def test_refuse_what_is_no_class_and_offer_bins(self, rule):
+        message = rf"{type(rule).__name__} divides by class, and the labels are \d+ different real numbers from 25 to 60: set data.bins"
+        for numbers in (AGES, AGES.round(), AGES[:, None]):
+            with pytest.raises(ConfigurationError, match=message):
+                owned(federated(numbers, rule))
         with pytest.raises(ConfigurationError, match=r"got rows of 4 numbers .*set data\.labels"):
-            owned(federated(rows, rule))
+            owned(federated(np.ones((24, 4)), rule))  # several classes at once
 
     def test_divide_real_numbers_by_bins(self, rule):
         thirds = torch.bucketize(
@@ -124,8 +100,7 @@ class TestPartitionsByClass:
 
 class TestBins:
     def test_change_the_shards_and_the_report(self):
-        rule = LabelShards(classes_per_client=1)
-        two, three = (federated(AGES, rule, bins=bins) for bins in (2, 3))
+        two, three = (federated(AGES, ONE_CLASS, bins=bins) for bins in (2, 3))
         assert two.fingerprint != three.fingerprint
         assert [len(data.summary().classes) for data in (two, three)] == [2, 3]
         assert three.summary().classes_per_client.tolist() == [1, 1, 1]
@@ -153,31 +128,23 @@ class TestBins:
         for value in np.unique(values):
             assert len(set(found[values == value])) == 1
 
-    @pytest.mark.parametrize(
-        "labels",
-        [["a"] * 24, np.eye(3)[CLASSES] * 2, np.array([np.nan, *range(23)])],
-        ids=["strings", "rows", "nan"],
-    )
-    def test_refuse_what_is_not_one_number_each(self, labels):
-        with pytest.raises(ConfigurationError, match=r"data\.bins divides one finite number per"):
-            owned(federated(labels, LabelShards(classes_per_client=1), bins=3))
+    def test_refuse_what_is_not_one_number_each(self):
+        for labels in (["a"] * 24, np.eye(3)[CLASSES] * 2, np.array([np.nan, *range(23)])):
+            with pytest.raises(ConfigurationError, match=r"data\.bins divides one finite number p"):
+                owned(federated(labels, ONE_CLASS, bins=3))
 
 
-class TestReport:
-    def test_of_real_numbers_counts_no_classes(self, tmp_path):
-        summary = federated(AGES, IID()).summary()
-        lines = [" ".join(line.split()) for line in summary.as_text().splitlines()]
-        assert lines[0] == "3 clients, 24 examples, no classes"
-        assert lines[1] == "examples per client min 8, median 8, max 8"
-        assert lines[2].startswith("fingerprint")
-        summary.save(tmp_path / "partition.csv")
-        rows = (tmp_path / "partition.csv").read_text().splitlines()
-        assert rows[:2] == ["client,num_examples,num_classes,label_entropy_bits", "0,8,0,0.000000"]
-        grid = partition_figure(summary.table()).axes[0]
-        assert grid.images[0].get_array().tolist() == [[8], [8], [8]]
-
-    def test_of_strings_counts_them(self):
-        names = np.array(["ant", "bee", "cat"])[CLASSES]
-        summary = federated(names, LabelShards(classes_per_client=1)).summary()
-        assert summary.classes.tolist() == ["ant", "bee", "cat"]
-        assert sorted(summary.counts.tolist()) == [[0, 0, 8], [0, 8, 0], [8, 0, 0]]
+def test_a_report_of_real_numbers_counts_no_classes_and_one_of_strings_does(tmp_path):
+    summary = federated(AGES, IID()).summary()
+    lines = [" ".join(line.split()) for line in summary.as_text().splitlines()]
+    assert lines[0] == "3 clients, 24 examples, no classes"
+    assert lines[1] == "examples per client min 8, median 8, max 8"
+    assert lines[2].startswith("fingerprint")
+    summary.save(tmp_path / "partition.csv")
+    rows = (tmp_path / "partition.csv").read_text().splitlines()
+    assert rows[:2] == ["client,num_examples,num_classes,label_entropy_bits", "0,8,0,0.000000"]
+    grid = partition_figure(summary.table()).axes[0]
+    assert grid.images[0].get_array().tolist() == [[8], [8], [8]]
+    summary = federated(NAMES, ONE_CLASS).summary()
+    assert summary.classes.tolist() == ["ant", "bee", "cat"]
+    assert sorted(summary.counts.tolist()) == [[0, 0, 8], [0, 8, 0], [8, 0, 0]]

@@ -70,27 +70,24 @@ def examples(data):
     return sorted(torch.cat(list(data.clients)).tolist())
 
 
-class TestAll:
-    @pytest.mark.parametrize(
-        "loader",
-        [
-            DataLoader(SET, batch_size=5),
-            DataLoader(SET, batch_size=5, shuffle=True),
-            DataLoader(SET, batch_sampler=BatchSampler(RandomSampler(SET), 5, False)),
-            DataLoader(
-                SET, batch_size=None, sampler=BatchSampler(SequentialSampler(SET), 5, False)
-            ),
-            DataLoader(SET, batch_size=5, sampler=torch.randperm(40).tolist()),
-            DataLoader(SET, batch_size=5, sampler=SubsetRandomSampler(range(40))),
-            DataLoader(SET, batch_size=5, sampler=RandomSampler(range(40))),
-        ],
-        ids=["plain", "shuffled", "batches", "lists", "order", "subset of all", "of a range"],
-    )
-    def test_examples_are_divided_alike(self, loader):
-        data, plain = federated(loader), federated(DataLoader(SET, batch_size=5))
-        assert data.fingerprint == plain.fingerprint
-        assert data.batch_size == 5
-        assert data.draw_weights is None
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"batch_sampler": BatchSampler(RandomSampler(SET), 5, False)},
+        {"batch_size": None, "sampler": BatchSampler(SequentialSampler(SET), 5, False)},
+        {"sampler": torch.randperm(40).tolist()},
+        {"sampler": SubsetRandomSampler(range(40))},
+        {"sampler": RandomSampler(range(40))},
+    ],
+    ids=["shuffled", "batches", "lists", "order", "subset of all", "of a range"],
+)
+def test_if_all_are_drawn_examples_are_divided_alike(options):
+    size = {} if "batch_sampler" in options else {"batch_size": 5}
+    data, plain = federated(DataLoader(SET, **size | options)), federated(DataLoader(SET, 5))
+    assert data.fingerprint == plain.fingerprint
+    assert data.batch_size == 5
+    assert data.draw_weights is None
 
 
 class TestSome:
@@ -98,39 +95,24 @@ class TestSome:
 
     CHOSEN = (0, 3, 10, 11, 20, 27, 30, 39)
 
-    @pytest.mark.parametrize("partition", [None, LabelShards(classes_per_client=1)])
-    @pytest.mark.parametrize(
-        "of",
-        [
-            SubsetRandomSampler,
-            lambda chosen: SubsetRandomSampler(torch.tensor(chosen)),
-            lambda chosen: SubsetRandomSampler(np.array(chosen)),
-            list,
-            torch.tensor,
-            np.array,
-        ],
-        ids=["subset", "of a tensor", "of an array", "list", "tensor", "array"],
-    )
-    def test_examples_are_divided(self, of, partition):
-        data = sampled(of(list(self.CHOSEN)), partition=partition)
-        assert examples(data) == list(self.CHOSEN)
-        assert [len(shard) for shard in data.clients] == [2, 2, 2, 2]
-        assert data.train_indices.tolist() == list(self.CHOSEN)
-        if partition is not None:
-            assert all(len(set(Y[shard].tolist())) == 1 for shard in data.clients)
-        assert data.summary().sizes.tolist() == [2, 2, 2, 2]
+    @pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+    @pytest.mark.parametrize("of", [SubsetRandomSampler, lambda chosen: chosen])
+    def test_examples_are_divided(self, of, kind):
+        for partition in (None, LabelShards(classes_per_client=1)):
+            data = sampled(of(kind(list(self.CHOSEN))), partition=partition)
+            assert examples(data) == list(self.CHOSEN)
+            assert data.summary().sizes.tolist() == [len(one) for one in data.clients] == [2] * 4
+            assert data.train_indices.tolist() == list(self.CHOSEN)
+        assert all(len(set(Y[shard].tolist())) == 1 for shard in data.clients)
 
-    def test_through_a_batch_sampler(self):
+    def test_whatever_draws_them(self):
         batches = BatchSampler(SubsetRandomSampler(self.CHOSEN), 3, drop_last=True)
         data = federated(DataLoader(SET, batch_sampler=batches))
         assert examples(data) == list(self.CHOSEN)
         assert (data.batch_size, data.drop_last) == (3, True)
-
-    def test_the_first_ones(self):
         assert examples(sampled(RandomSampler(range(8)))) == list(range(8))
         assert examples(sampled(SequentialSampler(range(8)))) == list(range(8))
-
-    def test_repeated_ones_have_several_places(self):
+        # those that are repeated have several places
         assert examples(sampled(SubsetRandomSampler([5, 5, 7, 9]))) == [5, 5, 7, 9]
 
     def test_held_out_ones_are_among_them(self):
@@ -142,11 +124,6 @@ class TestSome:
     def test_all_of_them_if_the_sampler_is_ignored(self):
         data = sampled(SubsetRandomSampler(self.CHOSEN), ignore_sampler=True)
         assert examples(data) == list(range(40))
-
-    @pytest.mark.parametrize("index", [-1, 40])
-    def test_refuses_what_is_not_there(self, index):
-        with pytest.raises(ConfigurationError, match=f"draws example {index}, and the data set"):
-            examples(sampled([3, index]))
 
 
 class TestByWeight:
@@ -206,12 +183,12 @@ class TestByWeight:
         assert order.tolist() == [100 + place for _ in range(2) for place in sampler]
         assert len(found) == 2 * math.ceil(num_examples / batch_size)
 
-    def test_examples_of_weight_zero_belong_to_nobody(self):
+    def test_examples_of_weight_zero_belong_to_nobody_and_with_replacement_all_weights_are_one(
+        self,
+    ):
         weights = [float(i % 2) for i in range(40)]
         data = sampled(WeightedRandomSampler(weights, 40))
         assert examples(data) == list(range(1, 40, 2))
-
-    def test_with_replacement_all_weights_are_one(self):
         data = sampled(RandomSampler(SET, replacement=True))
         assert data.draw_weights[[3, 5]].tolist() == [1.0, 1.0]
         (group,) = self.order(data, [0])
@@ -273,18 +250,19 @@ class TestRefuses:
         assert data.train_batch(torch.tensor([4, 2]))[0].tolist() == [[4.0], [2.0]]
 
     @pytest.mark.parametrize(
-        "sampler",
-        [WeightedRandomSampler(WEIGHTS, 1000), RandomSampler(SET, num_samples=10)],
-        ids=["weighted", "random"],
+        ("sampler", "message"),
+        [
+            (WeightedRandomSampler(WEIGHTS, 1000), "draws 1000 of 40 .*federation.local_steps"),
+            (RandomSampler(SET, num_samples=10), "draws 10 of 40 .*federation.local_steps"),
+            (WeightedRandomSampler([1.0] * 41, 41), "has 41 weights for 40 examples"),
+            ([3, -1], "draws example -1, and the data set"),
+            ([3, 40], "draws example 40, and the data set"),
+        ],
+        ids=["passes of weighted", "of random", "more weights", "negative", "too many"],
     )
-    def test_passes_of_another_length(self, sampler):
-        message = r"draws (1000|10) of 40 examples a pass, .*federation.local_steps"
+    def test_what_does_not_fit(self, sampler, message):
         with pytest.raises(ConfigurationError, match=message):
             examples(sampled(sampler))
-
-    def test_more_weights_than_examples(self):
-        with pytest.raises(ConfigurationError, match="has 41 weights for 40 examples"):
-            examples(sampled(WeightedRandomSampler([1.0] * 41, 41)))
 
 
 class Keyed(Dataset):

@@ -38,22 +38,18 @@ def test_counts_agree_with_a_plain_loop():
     np.testing.assert_array_equal(PartitionSummary.of(shards, labels).counts, plain)
 
 
-def test_an_empty_client_has_no_entropy():
+def test_an_empty_client_has_no_entropy_and_no_clients_are_refused():
     found = PartitionSummary.of([np.array([], dtype=int), np.array([0, 1])], np.array([0, 1]))
     assert found.label_entropy.tolist() == [0.0, 1.0]
-
-
-def test_refuses_no_clients():
     with pytest.raises(ConfigurationError, match="at least one client"):
         PartitionSummary.of([], LABELS)
 
 
-class TestFingerprint:
-    @given(st.permutations(range(6)), st.integers(0, 6))
-    def test_any_other_partition_has_another(self, order, cut):
-        shards = [np.array(order[:cut], dtype=np.int64), np.array(order[cut:], dtype=np.int64)]
-        same = [shard.tolist() for shard in shards] == [shard.tolist() for shard in SHARDS]
-        assert (partition_fingerprint(shards) == partition_fingerprint(SHARDS)) == same
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_any_other_partition_has_another_fingerprint(order, cut):
+    shards = [np.array(order[:cut], dtype=np.int64), np.array(order[cut:], dtype=np.int64)]
+    same = [shard.tolist() for shard in shards] == [shard.tolist() for shard in SHARDS]
+    assert (partition_fingerprint(shards) == partition_fingerprint(SHARDS)) == same
 
 
 def test_text(summary):

@@ -3,9 +3,35 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from fl_lightning.nas.cost.count import Cost, count
+
+
+class Slimmer(nn.Linear):
+    """Uses weights that it cuts out of larger ones."""
+
+    def forward(self, x):
+        return linear(x, self.weight[:2, :3], self.bias[:2])
+
+
+class Attention(nn.Module):
+    forward = staticmethod(scaled_dot_product_attention)
+
+
+class Residual(nn.Module):
+    """Of what it does only the linear layer's outputs are in new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return (x + self.inside(x)).flatten(1)
+
+
+IMAGE = torch.zeros(1, 4, 8, 8)
+NORMS = (nn.BatchNorm2d(2), nn.ReLU(), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -23,17 +49,36 @@ def test_layers_multiply_and_add_as_often_as_by_hand(make, size, multiplications
     outputs = torch.Size(size).numel()
     params = sum(parameter.numel() for parameter in layer.parameters())
     expected = Cost(outputs * (multiplications + bias), params, outputs)
-    assert count(layer, torch.zeros(1, 4, 8, 8)) == expected
+    assert count(layer, IMAGE) == expected
+    five = count(layer, IMAGE.expand(5, 4, 8, 8))  # a batch costs its examples
+    assert five == Cost(5 * expected.flops, params, 5 * outputs)
 
 
-def test_transposed_convolutions_multiply_per_input():
-    layer = nn.ConvTranspose2d(4, 6, 2, 2)
-    expected = Cost(64 * 4 * 6 * 4 + 256 * 6, 4 * 6 * 4 + 6, 256 * 6)
-    assert count(layer, torch.zeros(1, 4, 8, 8)) == expected
+@pytest.mark.parametrize(
+    ("module", "inputs", "expected"),
+    [
+        # transposed convolutions multiply per input
+        (nn.ConvTranspose2d(4, 6, 2, 2), [IMAGE], Cost(6144 + 256 * 6, 96 + 6, 256 * 6)),
+        # fused attention is counted like its two products
+        (
+            Attention(),
+            [torch.zeros(1, 2, n, 8) for n in (5, 7, 7)],
+            Cost(2 * 2 * 5 * 7 * 8, 0, 2 * 5 * 8),
+        ),
+        # biases count whatever the memory of the input is like
+        (nn.Linear(4, 3), [torch.zeros(1, 4, 5).transpose(1, 2)], Cost(5 * 3 * (4 + 1), 15, 15)),
+        (Slimmer(8, 8), [torch.zeros(1, 3)], Cost(2 * 3 + 2, 72, 2)),
+        # norms, activations and pools multiply nothing
+        (nn.Sequential(*NORMS), [torch.zeros(1, 2, 4, 4)], Cost(0, 4, 2 * 16 + 2 * 16 + 2 * 4 + 2)),
+        (nn.Sequential(nn.Flatten(), Residual(), Residual()), [torch.zeros(1, 2, 2)],
+         Cost(2 * 4 * (4 + 1), 2 * 20, 2 * 4)),
+    ],
+)  # fmt: skip
+def test_costs_by_hand(module, inputs, expected):
+    assert count(module, *inputs) == expected
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("batch_first", "training"), [(True, False), (True, True), (False, False)])
 def test_attention_is_counted_though_it_could_run_fused(batch_first, training):
     """In evaluation mode PyTorch would run the layer as one operator that no counter sees into."""
     tokens, width, hidden = 16, 32, 64
@@ -47,56 +92,10 @@ def test_attention_is_counted_though_it_could_run_fused(batch_first, training):
     assert count(layer, x).flops == projections + attention + feed_forward + biases
 
 
-def test_fused_attention_is_counted_like_its_two_products():
-    class Attention(nn.Module):
-        def forward(self, q, k, v):
-            return nn.functional.scaled_dot_product_attention(q, k, v)
-
-    q, k, v = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8)
-    assert count(Attention(), q, k, v) == Cost(2 * 2 * 5 * 7 * 8, 0, 2 * 5 * 8)
-
-
-def test_biases_count_whatever_the_memory_of_the_input_is_like():
-    x = torch.zeros(1, 4, 5).transpose(1, 2)
-    assert count(nn.Linear(4, 3), x).flops == 5 * 3 * (4 + 1)
-
-
-def test_weights_that_a_module_cuts_out_of_larger_ones_cost_what_is_used():
-    class Slimmer(nn.Linear):
-        def forward(self, x):
-            return linear(x, self.weight[:2, :3], self.bias[:2])
-
-    assert count(Slimmer(8, 8), torch.zeros(1, 3)) == Cost(2 * 3 + 2, 72, 2)
-
-
-def test_norms_activations_and_pools_multiply_nothing():
-    layers = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU(), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1))
-    assert count(layers, torch.zeros(1, 2, 4, 4)) == Cost(0, 4, 2 * 16 + 2 * 16 + 2 * 4 + 2)
-
-
-def test_activations_are_what_layers_put_into_new_memory():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Linear(4, 4))
-
-        def forward(self, x):
-            return (x + self.inside(x)).flatten(1)
-
-    layers = nn.Sequential(nn.Flatten(), Residual(), Residual())
-    assert count(layers, torch.zeros(1, 2, 2)).activations == 2 * 4
-
-
 def test_attention_puts_out_what_its_parts_do_not_show():
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     x = torch.zeros(1, 5, 8)
     assert count(attention, x, x, x).activations == 5 * 8 + 5 * 5  # and the weights that it returns
-
-
-def test_a_batch_costs_its_examples():
-    layer = nn.Conv2d(3, 4, 3)
-    one, five = (count(layer, torch.zeros(size, 3, 8, 8)) for size in (1, 5))
-    assert five == Cost(5 * one.flops, one.params, 5 * one.activations)
 
 
 def test_the_module_is_left_as_it_was():

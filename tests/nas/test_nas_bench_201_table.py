@@ -1,6 +1,5 @@
 """The benchmark's table: reading, looking up, ranks, correlation; what is wrong with a file."""
 
-import numpy as np
 import pytest
 from readme import ROOT
 
@@ -11,7 +10,6 @@ from fl_lightning.nas.spaces.nas_bench_201 import NASBench201, NASBench201Table
 
 SPACE = NASBench201()
 SHARED = ROOT.parent / "shared" / "data" / "nasbench201_test_accuracy.csv"
-DATA_SETS = ("cifar10", "cifar100", "imagenet16_120")
 HEADER = (
     "ImageNetTestAccuracy200Epochs,ArchitectureString,Remark,"
     "CIFAR10TestAccuracy200Epochs,CIFAR100TestAccuracy200Epochs"
@@ -91,51 +89,6 @@ def truth():
     if not SHARED.exists():
         pytest.skip("the benchmark's table is not there")
     return NASBench201Table.read(SHARED)
-
-
-def cell(*operations):
-    """Of c(onvolution) 3, c 1, s(kip), p(ool), n(one) on 0→1, 0→2, 1→2, 0→3, 1→3, 2→3."""
-    short = {"n": 0, "s": 1, "1": 2, "3": 3, "p": 4}
-    return SPACE.architecture([short[operation] for operation in operations])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("operations", "accuracies", "ranks"),
-    [
-        ("333s31", (94.373, 73.22, 46.71), (1, None, None)),
-        ("333s13", (94.373, 73.09, 46.33), (1, None, None)),
-        ("333s33", (94.363, 73.513, 46.344), (3, 1, 26)),
-        ("113s33", (93.987, 72.88, 47.311), (44, 11, 1)),
-        ("333333", (93.76, 71.11, 41.44), (167, 164, 2834)),
-        ("111111", (89.37, 65.71, 35.48), (9601, None, None)),
-        ("pppppp", (49.02, 10.20, 9.35), (15278, None, None)),
-        ("ssssss", (54.30, 15.61, 16.32), (15231, None, None)),
-        ("nnnnnn", (10.00, 1.00, 0.83), (None, None, None)),
-    ],
-)
-def test_what_is_known_of_single_cells(truth, operations, accuracies, ranks):
-    found = cell(*operations)
-    assert tuple(truth.lookup(found).values()) == pytest.approx(accuracies, abs=0.0051)
-    for name, rank in zip(DATA_SETS, ranks, strict=True):
-        column = truth.accuracies[name]
-        assert rank is None or 1 + (column > column[truth.rows[found]]).sum() == rank
-
-
-@pytest.mark.slow
-def test_what_is_known_of_all_cells(truth):
-    assert len(truth) == 15_625
-    columns = [truth.accuracies[name] for name in DATA_SETS]
-    assert [column.mean() for column in columns] == pytest.approx(
-        [87.063, 61.406, 33.586], abs=6e-4
-    )
-    medians = [np.median(column) for column in columns]
-    assert medians == pytest.approx([90.745, 65.287, 36.389], abs=6e-4)
-    assert [(columns[0] >= bound).sum() for bound in (94, 93.5)] == [42, 411]
-    skips = np.array([cell.choices.count(1) for cell in truth.rows])
-    by_skips = [columns[0][skips == number].mean() for number in range(7)]
-    expected = [85.96, 87.56, 87.95, 86.60, 82.73, 74.96, 54.30]
-    assert by_skips == pytest.approx(expected, abs=6e-3)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import torch
 from lightning.pytorch import seed_everything
 from test_one_shot import RESNET
 from toys import validating_trainer
@@ -50,23 +49,3 @@ def test_the_largest_is_as_good_as_alone(capsys):
         print(f"\nalone {alone}\nall largest {together}\nthree capabilities {able}")
     assert together["accuracy"] >= alone["accuracy"] - 2
     assert able["accuracy"] >= 80
-
-
-@pytest.mark.slow
-def test_recalibration_gains(capsys):
-    module = one_shot()
-    data = FederatedDataModule(Digits(seed=0, batch_size=16), num_clients=10, seed=0)
-    trainer = validating_trainer(
-        Federation(local_steps=4, seed=0), max_epochs=20, check_val_every_n_epoch=20
-    )
-    trainer.fit(module, datamodule=data)
-    right = {}
-    module.eval()
-    [images, labels] = map(torch.cat, zip(*data.val_dataloader(), strict=True))
-    with torch.no_grad():  # with the largest network's statistics
-        found = module(images, RESNET.smallest).argmax(1) == labels
-    right["before"] = 100 * float(found.float().mean())
-    right["after"] = 100 * float(trainer.callback_metrics["val/smallest_accuracy"])
-    with capsys.disabled():
-        print(f"\nsmallest network, recalibration: {right}")
-    assert right["after"] > right["before"]

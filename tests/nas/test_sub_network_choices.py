@@ -54,10 +54,7 @@ def test_distillation():
     assert student.grad[0].tolist() == pytest.approx([-0.421476, 0.308124, 0.113352], abs=1e-6)
     torch.testing.assert_close(student.grad, student.softmax(-1) - teacher.softmax(-1))
     assert teacher.grad is None
-
-
-def test_distillation_is_a_mean_over_examples():
-    student, teacher = torch.randn(4, 3), torch.randn(4, 3)
+    student, teacher = torch.randn(4, 3), torch.randn(4, 3)  # a mean over examples
     each = [distillation_loss(student[i : i + 1], teacher[i : i + 1]) for i in range(4)]
     torch.testing.assert_close(distillation_loss(student, teacher), torch.stack(each).mean())
 
@@ -95,18 +92,28 @@ def test_options_join_in_the_published_order():
                 assert block.expansion in (3, 4, 6)[-told[round_]["expansion"] :]
 
 
+def shrinking(rounds, *order):
+    return lambda: Shrinking(rounds, order).check(MOBILENET)
+
+
 @pytest.mark.parametrize(
-    ("order", "rounds", "message"),
+    ("make", "message"),
     [
-        (("kernel", "width"), (1, 1, 1), "of depth, kernel, expansion; got kernel, width"),
-        (("kernel",), (1, 1), "rounds must have 3 numbers"),
-        (("kernel",), (1, -1, 1), "rounds must have 3 numbers"),
-        (("kernel", "kernel"), (1,) * 5, "at most once"),
+        (shrinking((1, 1, 1), "kernel", "width"), "of depth, kernel, expansion; got kernel, width"),
+        (shrinking((1, 1), "kernel"), "rounds must have 3 numbers"),
+        (shrinking((1, -1, 1), "kernel"), "rounds must have 3 numbers"),
+        (shrinking((1,) * 5, "kernel", "kernel"), "at most once"),
+        (lambda: Attentive(keep="better"), "keep must be one of 'best', 'worst', got"),
+        (lambda: Attentive(num_candidates=0), "num_candidates must be at least 1, got 0"),
+        (
+            lambda: largest_within(small_resnet(), flops, 1000),
+            "within 1,000: the smallest, w0.5:.* costs 2,983,178",
+        ),
     ],
 )
-def test_schedules_that_make_no_sense(order, rounds, message):
+def test_what_makes_no_sense_is_refused(make, message):
     with pytest.raises(ConfigurationError, match=message):
-        Shrinking(rounds, order).check(MOBILENET)
+        make()
 
 
 @settings(max_examples=30)
@@ -123,13 +130,6 @@ def test_nothing_can_be_added_to_the_largest_within_a_budget(space, share):
             assert flops(space.architecture(raised)) > budget
     if share >= 1:
         assert best == space.largest
-
-
-def test_a_budget_that_nothing_meets_names_the_smallest():
-    with pytest.raises(
-        ConfigurationError, match=r"within 1,000: the smallest, w0.5:.* costs 2,983,178"
-    ):
-        largest_within(small_resnet(), flops, 1000)
 
 
 def test_bins_count_what_uniform_draws_have():
@@ -219,10 +219,3 @@ def test_bins_are_drawn_as_often_as_their_share():
     found = Counter(bins.of(flops(method._kept(bins, one))) for _ in range(2000))
     for number, share in enumerate(bins.shares.tolist()):
         assert found[number] / 2000 == pytest.approx(share, abs=0.04)
-
-
-def test_options_of_attentive_draws_that_make_no_sense():
-    with pytest.raises(ConfigurationError, match="keep must be one of 'best', 'worst', got"):
-        Attentive(keep="better")
-    with pytest.raises(ConfigurationError, match="num_candidates must be at least 1, got 0"):
-        Attentive(num_candidates=0)
