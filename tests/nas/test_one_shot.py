@@ -241,7 +241,9 @@ def test_weight_decay_spares_biases_and_norms():
 
 
 @pytest.mark.parametrize(
-    ("method", "space"), zip(METHODS.values(), [*SPACES.values(), RESNET], strict=True), ids=METHODS
+    ("method", "space"),
+    list(zip(METHODS.values(), [*SPACES.values(), RESNET], strict=True)),
+    ids=METHODS,
 )
 def test_nothing_beyond_the_limit_is_run(method, space):
     seen = []

@@ -244,17 +244,16 @@ def test_what_a_smaller_kernel_holds(kernel, numbers):
 
 @TINY
 def test_formulas_cost_what_is_counted(space):
-    for architecture in some(space, 10):
+    for architecture in some(space, 4):
         networks = Networks(space, side_of(space), {"in_channels": 2, "num_classes": 7})
         assert networks.cost(architecture) == SearchSpace.counted(space, architecture, networks)
 
 
-@pytest.mark.parametrize("space", [MobileNet(), ResNet(), small_mobilenet(), small_resnet()])
+@pytest.mark.parametrize("space", [MobileNet(), ResNet()])
 def test_formulas_cost_what_is_counted_at_published_sizes(space):
-    generator = torch.Generator().manual_seed(0)
-    for architecture in (space.largest, space.sample(generator)):
-        networks = Networks(space, 64, {"in_channels": 3, "num_classes": 10})
-        assert networks.cost(architecture) == SearchSpace.counted(space, architecture, networks)
+    architecture = space.sample(torch.Generator().manual_seed(0))
+    networks = Networks(space, 64, {"in_channels": 3, "num_classes": 10})
+    assert networks.cost(architecture) == SearchSpace.counted(space, architecture, networks)
 
 
 def test_a_network_resizes_its_images_before_the_stem():

@@ -502,10 +502,8 @@ def test_perturbation_selects_edges_where_a_space_keeps_some():
     assert str(module.architecture) == "linear~1"
 
 
-@pytest.mark.parametrize("num_clients", [3, 1])
-def test_perturbation_keeps_what_a_plain_loop_keeps(num_clients):
+def test_perturbation_keeps_what_a_plain_loop_keeps():
     """A loop over pairs of an edge and an operation; with three batches of statistics over clients."""
-    callbacks = [Federation(local_steps=1)] if num_clients > 1 else []
 
     class Repeats(Callback):
         def on_train_end(self, trainer, module):
@@ -529,6 +527,7 @@ def test_perturbation_keeps_what_a_plain_loop_keeps(num_clients):
     repeats = Repeats()
     options = {"selection": "perturbation", "recalibration_examples": None}
     module = supernet(NASBench201(), **options)
-    module = fitted(module, data(images(), num_clients, 24), *callbacks, repeats, rounds=2)
+    callbacks = [Federation(local_steps=1), repeats]
+    module = fitted(module, data(images(), 3, 24), *callbacks, rounds=2)
     assert module.chosen == repeats.found
     assert module.chosen != module.space.derive(module.alpha.detach())

@@ -282,9 +282,8 @@ def test_a_clients_own_cell_is_not_evaluated_by_statistics_of_the_global_one():
         )
         evaluation = ClientEvaluation()
         personal = Personal(parameters=["alpha", "kept_state"])
-        trainer = validating_trainer(
-            evaluation, Federation(seed=4, personal=personal), max_epochs=1
-        )
+        federation = Federation(local_steps=2, seed=4, personal=personal)
+        trainer = validating_trainer(evaluation, federation, max_epochs=1)
         trainer.fit(module, datamodule=source)
         found.append(evaluation.per_client)
     for client, values in found[0].items():

@@ -68,9 +68,10 @@ def test_a_cells_own_weights_with_another_number_of_classes(tmp_path):
         Network(NASBench201(), CELL, num_classes=3, weights=path, **shape)
 
 
-def fit(name, rounds, *words):
+def fit(name, rounds, *words, tests=False):
     small = ["--data.init_args.num_clients=4", f"--trainer.logger.init_args.name={name}"]
-    main(["fit", *SHORT_FIT, f"--trainer.max_epochs={rounds}", *small, *words])
+    small += [f"--trainer.max_epochs={rounds}", f"--test_after_fit={str(tests).lower()}"]
+    main(["fit", *words, *SHORT_FIT, *small])
     return f"runs/{name}/version_0/checkpoints/last.ckpt"
 
 
@@ -93,13 +94,13 @@ def test_a_supernet_of_half_of_the_digits_helps_with_the_other_half(capsys):
         ]
     )
     capsys.readouterr()
-    fit("new", 4, "--config", "best.yaml", "--config", TRANSFER, "--test_after_fit=true")
+    fit("new", 4, "--config", "best.yaml", "--config", TRANSFER, tests=True)
     transferred = accuracy(capsys)
     best = yaml.safe_load(Path("best.yaml").read_text())
     del best["model"]["init_args"]["network"]["init_args"]["weights"]
     Path("best.yaml").write_text(yaml.safe_dump(best))
     halves = "--data.init_args.source.init_args.classes=[5,6,7,8,9]"
-    fit("scratch", 4, "--config", "best.yaml", halves, "--test_after_fit=true")
+    fit("scratch", 4, "--config", "best.yaml", halves, tests=True)
     assert transferred > accuracy(capsys) + 0.05
 
 

@@ -208,23 +208,22 @@ def test_a_search_in_which_alpha_cannot_decide_is_refused():
         total = math.exp(2 * reach) + 4
         return math.log(total) - 2 * reach * math.exp(2 * reach) / total - 0.98 * math.log(5)
 
-    least = brentq(excess, 0.01, 2)
-    _check_reach(net(), math.ceil(least / 0.01) + 1, num_rounds=2)
+    least, usual = brentq(excess, 0.01, 2), net()
+    _check_reach(usual, math.ceil(least / 0.01) + 1, num_rounds=2)
     says = r"it takes 20 steps of about 0\.01, 0\.2 in all, and needs 0\.29\. Set the lr of .* to 0\.016, or"
     with pytest.raises(ConfigurationError, match=says):
-        _check_reach(net(), 20, num_rounds=2)
+        _check_reach(usual, 20, num_rounds=2)
     _check_reach(net(lr=0.016), 20, num_rounds=2)
-    _check_reach(net(), math.inf, num_rounds=2)
-    _check_reach(net(), 20, num_rounds=1)  # these try a configuration
-    _check_reach(net(), 9, num_rounds=2)
+    _check_reach(usual, math.inf, num_rounds=2)
+    _check_reach(usual, 20, num_rounds=1)  # these try a configuration
+    _check_reach(usual, 9, num_rounds=2)
     _check_reach(net(kind=torch.optim.SGD), 20, num_rounds=2)  # moves by the size of its gradients
     _check_reach(net(alpha_held=True), 20, num_rounds=2)
     _check_reach(net(alpha_start=ZeroCostStart()), 20, num_rounds=2)
     with pytest.raises(ConfigurationError, match="alpha cannot decide in this search"):
         _check_reach(net(alpha_start=ZeroCostStart(scale=0.1)), 20, num_rounds=2)
-    decided = net()  # by an earlier search
-    decided.alpha.data[:, 3] = 2.0
-    _check_reach(decided, 20, num_rounds=2)
+    usual.alpha.data[:, 3] = 2.0  # decided, by an earlier search
+    _check_reach(usual, 20, num_rounds=2)
     module = supernet()
     module._architecture_optimizer = partial(torch.optim.Adam, lr=1e-4)
     with pytest.raises(ConfigurationError, match="alpha cannot decide in this search: it takes 12"):

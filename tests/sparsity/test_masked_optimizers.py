@@ -268,7 +268,7 @@ def test_masks_by_name_by_parameter_and_of_a_group_that_is_added_later():
     optimizer.set_masks({module.bias: torch.tensor([True, False])})
     assert list(optimizer.masks) == [module.bias]
     [added] = parameters([(4,)])
-    optimizer.add_param_group({"params": [added]})  # moves as a whole until it is masked
+    optimizer.add_param_group({"params": [("added", added)]})  # it moves as a whole until masked
     assert list(optimizer.masks) == [module.bias]
     optimizer.set_masks([None, None, torch.tensor([True, False] * 2)])
     assert list(optimizer.masks) == [added]
