@@ -44,11 +44,11 @@ def owned(data):
     [
         *((np.eye(3, dtype=t)[CLASSES], CLASSES.tolist(), None) for t in ("f4", "i8", "?", "u1")),
         (np.array([[0.0], [1.0], [1.0]], np.float32), [0, 1, 1], None),  # binary targets of a loss
+        (np.array([0.0, 1.0]), [0, 1], True),
         # others stay as they are
         (np.array([3, 1]), None, True),
         (np.array(["b", "a"]), None, True),
         (np.array([True, False]), None, True),
-        (np.array([0.0, 1.0]), None, True),
         (np.array([25.0, 31.0]), None, False),
         (np.array([0.0, np.nan]), None, False),
         (np.array([[1, 1, 0], [0, 0, 1]]), None, False),  # several classes at once

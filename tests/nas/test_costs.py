@@ -2,6 +2,7 @@
 
 import ast
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -103,9 +104,13 @@ def test_published_networks_of_darts_cost_what_the_count_of_the_built_one_says()
 def test_expected_costs_are_the_mean_over_draws():
     networks = Networks(SPACE, 8, {**SHAPE, "channels": 2, "cells": 1})
     table = cost_table(networks)
-    probabilities = torch.rand(6, 5, dtype=torch.float64).softmax(1).requires_grad_()
+    pairs = [(0, 3), (1, 2), (2, 4), (0, 1), (3, 4), (1, 3)]  # of operations, one an edge
+    probabilities = torch.zeros(6, 5, dtype=torch.float64)
+    for row, pair in enumerate(pairs):
+        probabilities[row, list(pair)] = torch.rand(2, dtype=torch.float64).softmax(0)
+    probabilities.requires_grad_()
     total = torch.zeros(3, dtype=torch.float64)
-    for cell in SPACE.enumerate():
+    for cell in map(SPACE.architecture, product(*pairs)):
         chance = probabilities.detach()[range(6), list(cell.choices)].prod()
         one = networks.cost(cell)
         total += chance * torch.tensor([one.flops, one.params, one.activations])

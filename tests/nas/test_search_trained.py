@@ -75,7 +75,7 @@ def test_scores_are_those_that_validate_logs(capsys):
         ("w1:e1-e1|w1:e1-e1", "params>=29250", "val/accuracy"),
         ("w0.5:e0.5|w0.5:e0.5", "params<=2082", "val/smallest_accuracy"),
     ]:
-        only = [f"--constraint={bound}", "--strategy=random", "--budget=1", "--out=ends"]
+        only = [f"--constraint={bound}", "--strategy=random", "--budget=2", "--out=ends"]
         search("one_shot_quickstart", *only)
         # three decimals are printed
         assert scores("ends")[network] == pytest.approx(expected[name], abs=5.1e-4)
