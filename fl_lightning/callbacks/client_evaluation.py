@@ -95,7 +95,7 @@ class ClientEvaluation(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note the origin of the evaluated model."""
+        """Record which checkpoint the evaluated model comes from."""
         self._origin.note(trainer, pl_module, checkpoint)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

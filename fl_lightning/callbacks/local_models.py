@@ -53,7 +53,7 @@ class LocalModels(Stage):
         self._models: dict[int, tuple[Tensor, Tensor]] = {}
 
     def join(self, trainer: Trainer) -> None:
-        """Become a stage of the rounds of a fit.
+        """Add this object to the rounds of a fit as a stage.
 
         Raises:
             ConfigurationError: if there is no federation, or the data have no clients.

@@ -13,6 +13,7 @@ from importlib import import_module
 from io import StringIO
 from typing import Any
 
+import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType
 
@@ -22,6 +23,7 @@ from fl_lightning.cli.help import COMMANDS
 from fl_lightning.cli.runs import RunConfig, console
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.core.optuna_extra import optuna_for
+from fl_lightning.federation import Federation
 
 # modules that take seconds to import; the function that runs a command has the command's name
 _MODULES = {
@@ -77,7 +79,7 @@ def resolve(words: Sequence[str]) -> str:
     """Return the complete configuration of a fit, as YAML, without running it.
 
     Raises:
-        ConfigurationError: if the parser refuses an option.
+        ConfigurationError: if the parser refuses an option, or the federation two options together.
     """
     said, refused = StringIO(), StringIO()
     try:
@@ -87,7 +89,12 @@ def resolve(words: Sequence[str]) -> str:
         if end.code:
             sentence = refused.getvalue().strip().removeprefix("fl-lightning: ")
             raise ConfigurationError(sentence) from None
-    return said.getvalue()
+    text = said.getvalue()
+    block = Parser(exit_on_error=False)
+    block.add_argument("--federation", type=Federation | None)
+    found = block.parse_object({"federation": yaml.safe_load(text).get("federation")})
+    block.instantiate(found)
+    return text
 
 
 def fit_run(words: Sequence[str], callbacks: Sequence[Callback]) -> None:

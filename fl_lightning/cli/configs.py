@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.reports.layout import close_to
+from fl_lightning.core.errors import ConfigurationError, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # folder of configurations: command and option that run a file in it
@@ -141,6 +140,6 @@ def _named(name: str) -> Path | None:
 
 
 def _close_to(name: str) -> str:
-    hint = close_to(name.removeprefix("configs/").removesuffix(".yaml"), names(), most=0)
-    hint = hint if hint.startswith("Did") else ""
+    short = name.removeprefix("configs/").removesuffix(".yaml")
+    hint = did_you_mean(short, {each: repr(each) for each in names()})
     return f"{hint} fl-lightning configs lists those of the package.".lstrip()

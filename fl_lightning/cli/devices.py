@@ -94,7 +94,7 @@ def _is_open(trainer: Mapping[str, Any]) -> bool:
 
 
 def _starts_its_own() -> bool:
-    """Return whether this process can fork, and was not started by torchrun, SLURM or MPI itself."""
+    """Return whether this process may fork others: it can, and no launcher such as torchrun started it."""
     taken = "LOCAL_RANK" in os.environ or any(e.detect() for e in _ENVIRONMENTS)
     return not taken and sys.platform == "linux" and can_fork()
 
@@ -152,7 +152,7 @@ def started(environ: Mapping[str, str] = os.environ) -> Started | None:
 
 
 def take_what_was_started(trainer: Any) -> None:
-    """Set ``devices`` and ``num_nodes`` in a Trainer's options to the processes that a launcher has started.
+    """Set a Trainer's ``devices`` and ``num_nodes`` to the number of processes that a launcher such as torchrun started.
 
     Raises:
         ConfigurationError: if the options ask for another number of processes than were started, or

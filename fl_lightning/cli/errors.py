@@ -65,7 +65,7 @@ class Refusal(BaseException):
 
 
 def _told(kind: Any, options: Mapping[str, Any], error: Exception) -> Exception:
-    """Return a constructor's error as a sentence with the option's path; a bug is returned unchanged."""
+    """Turn a constructor's error into a ConfigurationError with the option's path; bugs are returned unchanged."""
     configuration = _CONFIGURATION.get()
     is_ours = kind.__module__.startswith("fl_lightning")
     text = next((str(e) for e in causes(error) if isinstance(e, _TOLD_IN_A_SENTENCE)), None)
@@ -95,7 +95,7 @@ def _describes(spec: Namespace, kind: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _placed(text: str, place: str, kind: Any, options: Mapping[str, Any]) -> str:
-    """Write the path of the first option that a sentence names ahead of it, and its value behind, if it lacks."""
+    """Prefix a sentence with the path of the first option that it names, and append the option's value if missing."""
     inside = place if kind in (*BARE, Trainer) else f"{place}.init_args"
     for prefix in (kind.__name__, place, place.rpartition(".")[2]):
         text = text.removeprefix(f"{prefix}: ")

@@ -132,7 +132,7 @@ class FederatedCLI(LightningCLI):
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
-        """Return the parser of a subcommand; without options, which take 0.2 s, if another one is named."""
+        """Return the parser of a subcommand, without options (0.2 s) if the command line names another subcommand."""
         if self._asked in self.subcommands() and subcommand != self._asked:
             return self.init_parser(**kwargs)
         return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -191,7 +191,9 @@ class FederatedCLI(LightningCLI):
         if is_evaluation and config.get("ckpt_path") is None and not _names_weights(config.model):
             rank_zero_info("ckpt_path: none is given, so the model is used as built")
         if config.get("ckpt_path") is not None:
-            plain = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            plain = yaml.safe_load(
+                self.parser.dump(self.config, skip_none=False, skip_validation=True)
+            )
             is_fit = self.subcommand == "fit"
             run = find_run(config, plain[self.subcommand], is_fit=is_fit)
             self._run = run if is_fit else None
@@ -369,7 +371,7 @@ def _names_weights(model: Any) -> bool:
 
 
 def ended_with_a_sentence(run: Callable[[], None]) -> None:
-    """Run a function; end the process with one sentence, instead of a traceback, if the user can mend the error.
+    """Run a function; an error that the user can mend ends the process with one sentence instead of a traceback.
 
     The exit code is 1 for such errors, and the shell's usual one for Ctrl-C and SIGTERM.
     """

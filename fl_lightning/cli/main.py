@@ -18,9 +18,9 @@ from fl_lightning.cli import configs, init
 from fl_lightning.cli.help import COMMANDS, OF_LIGHTNING, command_of, help_for, without_all
 from fl_lightning.cli.names import check_classes, contents, whole
 from fl_lightning.cli.yaml_files import check_word, files_of
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, close_to
 from fl_lightning.core.yaml_files import read
-from fl_lightning.reports.layout import close_to, in_lines
+from fl_lightning.reports.layout import in_lines
 
 _OF_EXPERIMENTS = ("variants", "base")
 _OF_RUNS = ("model", "data", "trainer")

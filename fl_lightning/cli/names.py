@@ -14,13 +14,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, did_you_mean
 from fl_lightning.core.public_names import PACKAGES, public_paths
 
 FILE = Path(__file__).with_name("help.json")
@@ -155,7 +154,7 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
             defined = names_in(match["module"])
             if defined is not None and match["name"] not in defined:
                 said = no_such_class(match["module"], match["name"])
-                raise ConfigurationError(f"{path}: {said}{where_listed(path)}")
+                raise ConfigurationError(f"{path}: {said} {where_listed(path)}")
         elif is_known and name[:1].isupper() and name.isidentifier():
             _check_short(path, name)
 
@@ -184,7 +183,7 @@ def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def no_such_class(module: str, name: str) -> str:
     """Return the error message for a class that does not exist in the named module."""
     hint = did_you_mean(name, {each: f"{module}.{each}" for each in names_in(module) or ()})
-    return f"module {module!r} has no attribute {name!r}. {hint}"
+    return f"module {module!r} has no attribute {name!r}. {hint}".rstrip()
 
 
 def _check_short(path: str, name: str) -> None:
@@ -193,15 +192,8 @@ def _check_short(path: str, name: str) -> None:
     hint = did_you_mean(name, known)
     if hint and name not in known:
         raise ConfigurationError(
-            f"{path} must name a class, got {name}. {hint}{where_listed(path)}"
+            f"{path} must name a class, got {name}. {hint} {where_listed(path)}"
         )
-
-
-def did_you_mean(name: str, known: Mapping[str, str]) -> str:
-    """Return a question that names known classes which begin like a misspelt name, or the closest; may be empty."""
-    longer = sorted(each for each in known if name and each.startswith(name))
-    close = longer[:3] or get_close_matches(name, known, n=1)
-    return f"Did you mean {' or '.join(known[each] for each in close)}? " if close else ""
 
 
 def where_listed(path: str) -> str:

@@ -22,12 +22,12 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch import Callback, callbacks
 from torch.optim import Optimizer
 
-from fl_lightning.cli.names import did_you_mean, no_such_class, paths, where_listed
+from fl_lightning.cli.names import no_such_class, paths, where_listed
+from fl_lightning.core.errors import close_to, did_you_mean
 from fl_lightning.core.kinds import IN_WORDS, alternatives, entries, in_words, is_accepted
 from fl_lightning.core.public_names import public_paths
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation import Attackers, Federation
-from fl_lightning.reports.layout import close_to
 
 MOST_CHARACTERS = 500
 # classes written without class_path in the YAML: their options stand directly below the option's name
@@ -48,6 +48,9 @@ _VALUE = re.compile(
     r"Import path )(.*?)(?= does not correspond|$)",
     re.MULTILINE,
 )
+_NUMBER = re.compile(
+    r"Not of type \w+: (?:invalid literal for int\(\) with base 10: ')?(.*?)(?:'| does not| not an?)"
+)
 _CLASS_PATH = re.compile(r"class_path['\"]?[=:] ?['\"]([\w.]+)")
 _NESTED = re.compile(r"NestedArg\(key='(.*?)', val='(.*?)'\)")
 _UNKNOWN = re.compile(
@@ -63,6 +66,7 @@ _NO_BLOCK = re.compile(r'Parser key "(.+?)": Unable to load config "(.*?)"')
 _NO_OPTIONS = re.compile(
     r"\W*(?:Namespace\()?class_path\W+[\w.]+\W+init_args['\"]?[=:](?! ?(?:\{|Namespace)) ?(.*)[})]"
 )
+_IN_BLOCK = re.compile(r'(?s)Parser key ".+Unable to load config.+(Parser key "([^"]+)".*)')
 _NO_FILE = re.compile(r"Not of type Path_\w+: (.)(.*)")
 _YAML_WORDS: Mapping[Any, str] = {
     **IN_WORDS,
@@ -93,7 +97,10 @@ def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
     inner = _SENTENCE.findall(message)
     if inner:  # of a parser inside this one, or already of this one
         deepest: str = max(inner, key=lambda told: told.partition(" ")[0].count("."))
-        return deepest.replace(_PATH, f"{_path_to(owner)}{key}.") if key else deepest
+        number = _failing_entry(_given(message))[0]
+        return deepest.replace(_PATH, f"{_path_to(owner)}{key}{number}.") if key else deepest
+    if block := _IN_BLOCK.match(message):  # a block as one text, with a wrong option inside
+        message, key = block[1], block[2]
     if block := _NO_BLOCK.search(message):
         return f"{block[1]} must be a mapping of options, got {block[2]}{_END}"
     kinds = {action.dest: getattr(action, "_typehint", None) for action in _actions(parser)}
@@ -101,7 +108,7 @@ def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
         message, key, kinds.get(key), owner
     )
     if not told:
-        plain = " ".join(message.removeprefix(option[0] if option else "").split()).strip(" :.")
+        plain = " ".join(_OPTION.sub("", message, count=1).split()).strip(" :.")
         where = f"{key}: " if key not in plain else ""
         told = f"{_path_to(owner)}{where}{shortened(plain)}. See --help for the options."
     return f"{told}{_END}"
@@ -153,9 +160,13 @@ def _of_name(message: str, parser: Any, owner: Any, options: Sequence[str]) -> s
 
 def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
     """Return a sentence for a value of the wrong type, or an unknown class; empty without an option's type."""
-    path = f"{_path_to(owner)}{key}"
+    path, given = f"{_path_to(owner)}{key}", _given(message)
+    number, entry = _failing_entry(given)
+    inner = [one for kind in alternatives(hint) for one in entries(kind) if not _is_plain(kind)]
+    if number and inner:
+        path, hint, given = f"{path}{number}", inner[0], entry
     if match := _NO_NAME.search(message):
-        return f"{path}: {no_such_class(match[1], match[2])}{_LISTED}"
+        return f"{path}: {no_such_class(match[1], match[2])} {_LISTED}"
     if match := _NO_MODULE.search(message):
         told = f"there is no module {match[1]!r}: it needs to be installed or spelt otherwise"
         return f"{path}: {told}. {_LISTED}"
@@ -163,8 +174,6 @@ def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
         return f"{path}: {match[1].lower()}{match[2]}. See --help for the options."
     if hint is None:
         return ""
-    values = [value.partition(". Got value: ")[0] for value in _VALUE.findall(message)]
-    given = values[-1] if values else None
     if nested := _NESTED.fullmatch(given or ""):
         told = f"got {nested[2]}, but no class: give {key} one first"
         return f"{path}.{nested[1]}: {told}. {_LISTED}"
@@ -173,6 +182,31 @@ def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
         return f"{path}.init_args must be a mapping of options, got {shown}"
     name = f"{_BLOCKS.get(owner, '')}{key}"
     return f"{path} must be {_allowed(name, hint, given, owner)}"
+
+
+def _given(message: str) -> str | None:
+    """Return the value that a message shows, None if it shows none."""
+    whole = [value.partition(". Got value: ")[0] for value in _VALUE.findall(message)]
+    shown = [*_NUMBER.findall(message), *whole]
+    return shown[-1] if shown else None
+
+
+def _failing_entry(given: str | None) -> tuple[str, str]:
+    """Return the index, such as ``[2]``, and the text of the entry that the parser refuses in a list of classes.
+
+    The parser has converted the entries ahead of it to namespaces by then. Both are empty for other values.
+    """
+    parts, depth = [""], 0
+    for mark in given[1:-1] if given and given.startswith("[") else "":
+        depth += (mark in "([{") - (mark in ")]}")
+        if mark == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += mark
+    refused = [n for n, part in enumerate(parts) if not part.strip().startswith("Namespace(")]
+    if parts == [""] or not refused:
+        return "", ""
+    return f"[{refused[0]}]", parts[refused[0]].strip(" '")
 
 
 def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
@@ -207,7 +241,8 @@ def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
     how = "Give a class by class_path, and its options by init_args"
     if spec and "." not in shown:
         how = f"A class needs its whole path here, my_module.{shown}"
-    return f"{told}. {how}. {_close_class(name, kinds, shown)}{_LISTED}"
+    advice = [f"{told}.", f"{how}.", _close_class(name, kinds, shown), _LISTED]
+    return " ".join(filter(None, advice))
 
 
 def _is_plain(kind: Any) -> bool:

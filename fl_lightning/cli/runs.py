@@ -48,7 +48,7 @@ class RunConfig(SaveConfigCallback):
             return  # it is the configuration of the run whose model is evaluated
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
-        unfinished.write_text(self.parser.dump(self.config, skip_none=False))
+        unfinished.write_text(self.parser.dump(self.config, skip_none=False, skip_validation=True))
         os.replace(unfinished, path)
 
 
@@ -98,7 +98,7 @@ _EVALUATIONS = (
 
 
 def _evaluations(module: LightningModule, data: LightningDataModule | None) -> list[str]:
-    """Return the commands that the module and the data have what it takes for."""
+    """Return the commands (validate, test, predict) for which module and data define the needed methods."""
     if isinstance(data, FederatedDataModule) and data.evaluated_by is not None:
         data = data.source  # no command here reads remote clients' examples
     return [

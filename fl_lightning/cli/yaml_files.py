@@ -41,10 +41,9 @@ def check_word(word: str) -> None:
         return
     with suppress(yaml.YAMLError):  # a text, then
         try:
-            load(text)
+            load(text, name.removeprefix("--") if is_one else "")
         except ConfigurationError as error:
-            option = f"{name.removeprefix('--')}: " if is_one else ""
-            raise ConfigurationError(f"{option}{error}, in {text[:40]}…") from None
+            raise ConfigurationError(f"{error}, in {text[:40]}…") from None
 
 
 def loader(load_value: Callable[[str], Any]) -> Callable[[str], Any]:

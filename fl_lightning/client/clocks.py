@@ -1,4 +1,4 @@
-"""Order in which clients finish in asynchronous training: by virtual time, or as recorded in a file.
+"""Clocks of asynchronous training, which say when clients finish: by virtual time, or as recorded in a file.
 
 A run over a network writes a table of arrivals; a simulation can replay the order in that table.
 """
@@ -82,7 +82,7 @@ class VirtualClock:
 
 
 class RecordedClock:
-    """Clock that replays recorded arrivals, and then asks a function for the next client.
+    """Clock that replays recorded arrivals; after the last of these, a function names the next client to finish.
 
     Args:
         record: arrivals in order; later ones are appended.

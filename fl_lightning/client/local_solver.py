@@ -30,7 +30,7 @@ Steps = int | Sequence[int]
 
 
 class LocalSolver:
-    """Computes ‖a‖₁ from the options of the clients' optimizers.
+    """Computes how many gradients local steps add up to (‖a‖₁), from the options of the clients' optimizers.
 
     Args:
         optimizers: one or several; their options are read at every call.
@@ -61,7 +61,7 @@ class LocalSolver:
         return sizes.pop()
 
     def travels(self, num_steps: Steps) -> list[float]:
-        """Return η ‖a‖₁ of every parameter group.
+        """Return learning rate times number of summed gradients, η ‖a‖₁, of every parameter group.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD.
@@ -69,7 +69,7 @@ class LocalSolver:
         return [lr * steps for lr, steps in self._by_group(num_steps)]
 
     def travel(self, num_steps: Steps, space: Space) -> Tensor | float:
-        """Return η ‖a‖₁ of every coordinate, shape (k,), or one number if it is the same for all.
+        """Return η ‖a‖₁ (see `travels`) of every coordinate, shape (k,), or one number if it is the same for all.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD.

@@ -177,7 +177,7 @@ class LocalTrainer:
         return GlobalModel(self.space.read(), self.buffers.read())
 
     def start_round(self, number: int = 0) -> None:
-        """Record the start of a round besides the weights: optimizers, integer buffers, attributes.
+        """Record the state of optimizers, integer buffers and attributes, from which every client of the round starts.
 
         Args:
             number: number of the round.

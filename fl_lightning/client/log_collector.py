@@ -66,7 +66,7 @@ class LogCollector:
 
     @contextmanager
     def not_listening_to(self, module: nn.Module) -> Iterator[None]:
-        """Restore the module's own ``log`` inside the block, which stands inside `listening_to`."""
+        """Make ``module.log`` the module's own method again inside this block, e.g. for an evaluation within `listening_to`."""
         before = module.__dict__.pop("log", None)
         try:
             yield

@@ -98,7 +98,7 @@ def stepped_with_closure(
 
 
 class OutermostSteps:
-    """Calls functions before and after each step of optimizers, inside a ``with`` block.
+    """Context in which functions are called before and after each step of some optimizers.
 
     A step of an inner optimizer inside a step of the outer one is not reported; a step that the inner
     one takes by itself is reported as a step of the outer one.
@@ -151,7 +151,7 @@ class OutermostSteps:
 
 
 class OptimizerSteps:
-    """Counts the steps of optimizers inside a ``with`` block, from 0.
+    """Context that counts the steps of optimizers, from 0.
 
     Args:
         optimizers: the clients' optimizers.

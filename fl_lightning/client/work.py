@@ -46,7 +46,7 @@ class ClientWork(NamedTuple):
         return derive_seed(self.root_seed, "local training", self.round_index, self.client_id)
 
     def head(self, num_batches: int) -> ClientWork:
-        """Return the work with the first ``num_batches`` batches only."""
+        """Return a copy with the first ``num_batches`` batches only."""
         sizes = self.sizes[:num_batches]
         return self._replace(order=self.order[: sum(sizes)], sizes=sizes)
 

@@ -194,7 +194,7 @@ def _header_and_data(content: memoryview) -> tuple[str, memoryview]:
 
 
 def _header(kind: str, fields: str, forms: Mapping[str, Form], digest: bytes = b"0" * 64) -> bytes:
-    """Return the header of a container with these fields and forms of tensors."""
+    """Return the header of a container, given its fields and its tensors' dtypes and shapes."""
     entries: dict[str, Any] = {}
     at = 0
     for name in _order(forms):

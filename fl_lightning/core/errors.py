@@ -1,11 +1,12 @@
-"""Exceptions, checks of options' ranges, and a hint for clients with one example."""
+"""Exceptions, checks of options' ranges, and hints: a name that is close, a client with one example."""
 
 from __future__ import annotations
 
 import math
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar
 
@@ -81,6 +82,36 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
         raise ConfigurationError(f"{what} must be {allowed}{finite}, got {value}{advice}")
 
 
+def did_you_mean(name: str, known: Mapping[str, str]) -> str:
+    """Return a question that suggests known names for a misspelt one; empty if none is close.
+
+    Args:
+        name: the misspelt name.
+        known: known names, and how each is written in the question.
+
+    Example:
+        >>> did_you_mean("Fed", {"FedProx": "fl_lightning.FedProx", "FedDyn": "fl_lightning.FedDyn"})
+        'Did you mean fl_lightning.FedDyn or fl_lightning.FedProx?'
+    """
+    longer = sorted(each for each in known if name and each.startswith(name))
+    close = longer[:3] or get_close_matches(name, known, n=1)
+    return f"Did you mean {' or '.join(known[each] for each in close)}?" if close else ""
+
+
+def close_to(name: str, names: Iterable[str], most: int = 30) -> str:
+    """Return a suggestion for a misspelt name: close names, else all names if they are at most `most`.
+
+    Example:
+        >>> close_to("lossy", ["loss", "accuracy"]), close_to("x", ["loss"])
+        ("Did you mean 'loss'?", 'There are loss.')
+    """
+    known = {each: repr(each) for each in names}
+    if hint := did_you_mean(name, known):
+        return hint
+    is_short = 0 < len(known) <= most
+    return f"There are {', '.join(known)}." if is_short else "See --help for the options."
+
+
 class Ranged:
     """Base of dataclasses whose options have ranges, which are checked together when an object is made.
 
@@ -135,7 +166,7 @@ class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
 
 
 class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
-    """Two engines trained client `client_id` to results that differ by more than rounding.
+    """Slots and sequential training gave client `client_id` results that differ by more than rounding.
 
     It needs another setting, so it is never skipped as a client's failure is.
     """
@@ -153,7 +184,7 @@ class RoundFailure(RuntimeError):  # noqa: N818
 
 
 class ProcessFailure(RuntimeError):  # noqa: N818
-    """One of several processes ended without a message; the others were stopped."""
+    """A process of a run with several ended without a message; the others were stopped."""
 
 
 class CheckpointFailure(RuntimeError):  # noqa: N818

@@ -48,7 +48,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names that a package exports; their constructors check argument types from now on.
+    """Yield the names that a package exports, and make the constructors of these classes check argument types.
 
     Args:
         file: path of the package's ``__init__``.
@@ -148,7 +148,7 @@ def _problem(name: str, value: Any, allowed: Sequence[Any]) -> str | None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value fits a type; an object fits a class of ours if it has the methods."""
+    """Return whether a value fits an annotated type; for classes of this package, having the abstract methods suffices."""
     plain = get_origin(hint) or hint
     if get_origin(hint) is Literal:
         return value in get_args(hint)
@@ -179,7 +179,7 @@ def entries(hint: Any) -> tuple[Any, ...]:
 
 @cache
 def _methods(kind: type) -> tuple[str, ...]:
-    """Names of the methods that stand for a type; an impossible name if only an instance fits."""
+    """Names of the methods by which an object fits a type; an impossible name if only an instance fits."""
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
     if kind.__module__.startswith("fl_lightning."):

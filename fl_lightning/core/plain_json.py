@@ -1,4 +1,4 @@
-"""JSON from untrusted senders: one text for each value, with limits on depth and length.
+"""JSON from untrusted senders: a canonical text for each value, with limits on depth and length.
 
 Two readers must not understand the same text differently: a repeated name, NaN, and numbers that
 overflow are refused, and so is any text that `to_text` would not have written.
@@ -100,7 +100,7 @@ def _check_leaf(value: Any, where: str) -> None:
 
 
 def check_form(written: Any, read: Any) -> None:
-    """Raise MessageError if a document that was read differs from the same document as written."""
+    """Raise MessageError if a document changes when it is read and written again."""
     if to_text(written) != to_text(read):
         raise MessageError("the message is not in its only form")
 

@@ -158,7 +158,7 @@ class Space:
         return self._flat[1]
 
     def moved_from(self, start: Tensor) -> Tensor:
-        """Return a start vector minus the current values, shape (k,)."""
+        """Return start - current, the delta of local training, as a vector of shape (k,)."""
         if not self.is_lossless:
             end = self.read()
             self.write(start)  # the values began rounded: only their own movement counts

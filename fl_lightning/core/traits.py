@@ -60,7 +60,7 @@ class Traits:
         return Traits(*merged)
 
     def without(self, *traits: Trait) -> Traits:
-        """Return the traits without some that a subclass does not have."""
+        """Return the traits without the given ones, for a subclass that does not have them."""
         kept = (
             {t: c for t, c in getattr(self, f.name).items() if t not in traits}
             for f in fields(self)

@@ -64,8 +64,12 @@ def _options_in(content: bytes) -> dict[str, Any]:
     return options
 
 
-def load(text: str) -> Any:
+def load(text: str, path: str = "") -> Any:
     """Return the content of a YAML text.
+
+    Args:
+        text: the text.
+        path: path of the option whose value the text is; empty for a file.
 
     Raises:
         ConfigurationError: if the text is too deep or too large, refers to itself, or gives an option twice.
@@ -77,15 +81,19 @@ def load(text: str) -> Any:
         ...
         fl_lightning.core.errors.ConfigurationError: trainer.x refers to itself: write out what it must be
     """
-    check_text(text)
+    check_text(text, path)
     try:
         return yaml.load(text, LOADER)
     except ValueError as error:  # of an impossible date
         raise ConfigurationError(f"a value cannot be read: {error}") from None
 
 
-def check_text(text: str) -> None:
+def check_text(text: str, path: str = "") -> None:
     """Raise if a YAML text is nested too deeply, refers to itself, is too large, or gives an option twice.
+
+    Args:
+        text: the text.
+        path: path of the option whose value the text is; empty for a file.
 
     Raises:
         ConfigurationError: with the option, and the lines where it stands twice, counted from 1.
@@ -98,15 +106,15 @@ def check_text(text: str) -> None:
         fl_lightning.core.errors.ConfigurationError: trainer.max_epochs stands in line 2 and again in \
 line 3: keep one of them
     """
-    _check_depth(text)
-    for count, _ in enumerate(_nodes(yaml.compose(text, LOADER), (), ()), start=1):
+    _check_depth(text, path)
+    for count, _ in enumerate(_nodes(yaml.compose(text, LOADER), path, ()), start=1):
         if count > MOST_VALUES:
             raise ConfigurationError(
-                f"it has more than {MOST_VALUES} names and values: references (&, *) are counted each time"
+                f"{path or 'it'} has more than {MOST_VALUES} names and values: references (&, *) are counted each time"
             )
 
 
-def _check_depth(text: str) -> None:
+def _check_depth(text: str, path: str) -> None:
     """Raise if a text is nested too deeply, before the parser calls itself for every level."""
     depth = 0
     try:
@@ -114,19 +122,23 @@ def _check_depth(text: str) -> None:
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_DEPTH:
-                raise ConfigurationError(f"it is nested deeper than {MOST_DEPTH} levels")
+                raise ConfigurationError(
+                    f"{path or 'it'} is nested deeper than {MOST_DEPTH} levels"
+                )
     except yaml.YAMLError as error:
         if "nesting depth" not in str(error):  # libyaml's own bound
             raise
-        raise ConfigurationError(f"it is nested deeper than {MOST_DEPTH} levels") from None
+        raise ConfigurationError(
+            f"{path or 'it'} is nested deeper than {MOST_DEPTH} levels"
+        ) from None
 
 
-def _nodes(node: Any, place: tuple[str, ...], outer: tuple[Any, ...]) -> Iterator[Any]:
+def _nodes(node: Any, path: str, outer: tuple[Any, ...]) -> Iterator[Any]:
     """Yield the nodes of a text, those behind references each time; raise for a forbidden one."""
     yield node
-    _check_node(node, ".".join(place), outer)
-    for name, inner in _entries(node, place):
-        yield from _nodes(inner, (*place, name), (*outer, node))
+    _check_node(node, path, outer)
+    for place, inner in _entries(node, path):
+        yield from _nodes(inner, place, (*outer, node))
 
 
 def _check_node(node: Any, path: str, outer: tuple[Any, ...]) -> None:
@@ -141,20 +153,21 @@ def _check_node(node: Any, path: str, outer: tuple[Any, ...]) -> None:
         )
 
 
-def _entries(node: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a list with their numbers; of a mapping with their names, names as well."""
+def _entries(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a list or a mapping with their paths; of a mapping also the names."""
     lines: dict[str, int] = {}
     for number, entry in enumerate(node.value if isinstance(node, yaml.CollectionNode) else ()):
         if isinstance(node, yaml.SequenceNode):
-            yield str(number), entry
+            yield f"{path}[{number}]", entry
             continue
         key, inner = entry
         name, line = str(key.value), key.start_mark.line + 1
+        place = f"{path}.{name}".lstrip(".")
         if first := lines.get(name):
-            path, again = ".".join((*place, name)), "" if line == first else f" in line {line}"
+            again = "" if line == first else f" in line {line}"
             raise ConfigurationError(
-                f"{path} stands in line {first} and again{again}: keep one of them"
+                f"{place} stands in line {first} and again{again}: keep one of them"
             )
         lines[name] = line
-        yield name, key
-        yield name, inner
+        yield place, key
+        yield place, inner

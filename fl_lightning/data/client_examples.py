@@ -86,7 +86,7 @@ class QuarterTurns:
 @final
 @dataclass(frozen=True)
 class LabelPermutation:
-    """Permutes the classes differently for each group of clients: class 3 of one may be 7 of another.
+    """Permutes the class labels differently for each group of clients, so that class 3 may be class 7 elsewhere.
 
     Client c is in group c mod ``num_groups``; group 0 keeps its labels.
 
@@ -293,7 +293,7 @@ Change = Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
 def changed_reader(
     read: Callable[[Tensor], Any], owners: Tensor, change: Change, option: str
 ) -> Callable[[Tensor], Any]:
-    """Return a function from indices, shape (B,), to a batch in which clients' examples are changed.
+    """Wrap a batch reader (a function of indices, shape (B,)) so that clients' examples are transformed or poisoned.
 
     Args:
         read: function from indices to a batch, a pair of inputs and labels.
@@ -323,7 +323,7 @@ def changed_reader(
 
 
 def transforms_of(transforms: Sequence[ExampleTransform], seed: int) -> Change:
-    """Return several transforms, applied in order, as one change.
+    """Chain several example transforms into one function, which applies them in order.
 
     Args:
         transforms: the transforms.

@@ -114,7 +114,7 @@ def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | N
 
 
 def _own(dataset: Any, name: str) -> Any:
-    """Return a column or attribute, or None if it does not have one value per example."""
+    """Return a column or attribute of a data set; None if it does not have one value per example."""
     if name in (getattr(dataset, "column_names", None) or ()):
         # a format may transform whole rows, for which one column is not enough
         plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
@@ -139,7 +139,7 @@ def _joined(parts: Sequence[npt.NDArray[Any] | None], option: str) -> npt.NDArra
 
 
 def _of_items(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any]:
-    """Read a part of every item; this loads all examples."""
+    """Read one part, e.g. the label, of every example; this loads all examples."""
     values: list[Any] = []
     try:
         for index in range(len(dataset)):

@@ -189,7 +189,7 @@ class FederatedDataModule(ForwardingDataModule):
         return self.changed(self.source.train_dataloader())
 
     def train_in_rounds(self, rounds: Any) -> None:
-        """Set what `train_dataloader` returns, the clients of rounds; None for central training."""
+        """Make `train_dataloader` return the clients of each round; None returns to central training."""
         self._rounds = rounds
         if rounds is not None:
             self._trained_on = None
@@ -228,7 +228,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _classes(self) -> npt.NDArray[Any]:
-        """The labels, or bins of labels, that partitions read, shape (N,)."""
+        """Labels by which examples are partitioned, or bins of real-valued labels, shape (N,)."""
         return self.labels if self.bins is None else quantile_bins(self.labels, self.bins)
 
     @cached_property
@@ -290,7 +290,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def leakage(self) -> str | None:
-        """Reason to expect that the model has trained on held-out examples; None without one."""
+        """Reason to suspect that the model was trained on held-out examples; None without one."""
         if self._trained_on is None or self._trained_on == self.fingerprint:
             return None
         return (

@@ -1,4 +1,4 @@
-"""A data module over another one, its source: attributes, hyperparameters, hooks, loaders, training set."""
+"""A data module that wraps another one, its source, and forwards attributes, hyperparameters, hooks and loaders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ForwardingDataModule(LightningDataModule):
                 setattr(self, name, partial(self._shown, method) if name in _LOADERS else method)
 
     def changed(self, loaders: Any) -> Any:
-        """Return a loader, or several, as this data module shows them; unchanged by default."""
+        """Wrap the source's loader or loaders, e.g. to transform batches; returned unchanged by default."""
         return loaders
 
     def _shown(self, method: Callable[[], Any]) -> Any:

@@ -142,7 +142,7 @@ def check_drawn_once(training: TrainingSet) -> None:
 
 
 def partners(training: FlatShards, search: FlatShards) -> Tensor:
-    """Partner of each training example in a search, by number of the example; -1 for other examples.
+    """Search example that is paired with each training example, by index; -1 for examples without a partner.
 
     Args:
         training: first half of each client's examples, for the weights.

@@ -1,4 +1,4 @@
-"""The data set of a source's training loader: which examples a pass draws, and how batches are read.
+"""The data set behind a training loader: the examples that a pass draws, and a reader of batches.
 
 The loader's sampler draws           clients draw
     all examples, in any order         all of their own, shuffled
@@ -45,7 +45,7 @@ _SINGLE = SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 
 class Drawn(NamedTuple):
-    """Examples that a pass over a loader draws from a data set of N examples.
+    """Examples that one pass over a loader draws from a data set of N examples: some indices, or all by weight.
 
     Attributes:
         indices: indices of the examples, shape (M,); None for all.

@@ -159,7 +159,7 @@ def _failed(error: Exception) -> Ended:
 
 
 def _goes_on(connection: Connection, values: dict[int, float]) -> bool:
-    """Send the values and return the answer; False if the command has ended, so that the run can be resumed."""
+    """Report values to the command; return whether to continue (False also if the command has ended)."""
     try:
         connection.send(values)
         return bool(connection.recv())

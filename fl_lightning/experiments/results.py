@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, close_to
 from fl_lightning.experiments.experiment import BEST, BYTES, Experiment, PlannedRun, Variant
 from fl_lightning.experiments.runs import seconds_of
 from fl_lightning.federation import logged_once
 from fl_lightning.reports.history import Curve, History
-from fl_lightning.reports.layout import close_to
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -42,7 +41,7 @@ class RunResult:
 
     @property
     def place(self) -> dict[str, Any]:
-        """First cells of the run's rows in a table: variant, coordinates in the grid, and seed."""
+        """Cells that identify a run in tables: variant, coordinates in the grid, seed."""
         return {"variant": self.variant.name, **self.variant.coordinates, "seed": self.seed}
 
 
@@ -118,7 +117,7 @@ def curves_table(results: Sequence[RunResult]) -> DataFrame:
 
 
 def spreads(results: Sequence[RunResult]) -> tuple[DataFrame, DataFrame, Series]:
-    """Return means and standard deviations over seeds, with a row for each variant, and numbers of runs.
+    """Return a table with a row for each variant: mean and standard deviation over seeds, and number of runs.
 
     A value is nan if a run of the variant lacks it; so is the standard deviation of a single run.
     """
@@ -157,7 +156,7 @@ def over_axes(
 
 
 def head_and_rows(cells: DataFrame, corner: str = "variant") -> tuple[list[str], list[list[str]]]:
-    """Return the head of a table, which begins with the corner, and its rows, which begin with their names."""
+    """Return the header row and the other rows of a grid's table; each row begins with its name."""
     rows = [[str(name), *row] for name, row in zip(cells.index, cells.to_numpy(), strict=True)]
     return [corner, *map(str, cells.columns)], rows
 

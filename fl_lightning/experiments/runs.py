@@ -55,7 +55,7 @@ def _last_checkpoint(run: PlannedRun) -> Path:
 
 
 def prepare(run: PlannedRun) -> list[str]:
-    """Write the files of a run, and return the words of its command line; resumes it from its last checkpoint."""
+    """Write the files of a run, and return its command line, which resumes the run if it has a checkpoint."""
     resumed = state_of(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
     if not resumed:
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -78,7 +78,7 @@ def prepare(run: PlannedRun) -> list[str]:
 
 
 def state_of(run: PlannedRun) -> dict[str, object]:
-    """Return the state in ``run.json``: the fingerprint, and more once the run is finished; else empty."""
+    """Read ``run.json``: a run's fingerprint and, once it is finished, further facts; empty without the file."""
     try:
         state = json.loads((run.folder / "run.json").read_text())
     except (OSError, ValueError):  # never begun, or killed while the file was written

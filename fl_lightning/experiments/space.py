@@ -78,7 +78,7 @@ class Parameter:
         return [own.low + number * own.step for number in range(count)]
 
     def key_of(self, value: Any) -> Any:
-        """Return the name of a configuration's value; None if the value is outside the space."""
+        """Return the name under which Optuna knows a value of the configuration; None if it is outside the space."""
         if self.choices is not None:
             return next((key for key, one in self.choices.items() if one == value), None)
         own: Any = self.distribution
@@ -88,7 +88,7 @@ class Parameter:
         return kind(value) if own.low <= value <= own.high and kind(value) == value else None
 
     def value_of(self, key: Any) -> Any:
-        """Return the configuration's value for a name."""
+        """Return the value that one of Optuna's names stands for."""
         return key if self.choices is None else self.choices[key]
 
 

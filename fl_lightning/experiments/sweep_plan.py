@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, close_to
 from fl_lightning.experiments.experiment import (
     PlannedRun,
     Resolve,
@@ -20,7 +20,6 @@ from fl_lightning.experiments.experiment import (
     resolved,
 )
 from fl_lightning.experiments.space import Parameter, Search
-from fl_lightning.reports.layout import close_to
 
 Place: TypeAlias = tuple[str | int, ...]
 
@@ -159,7 +158,7 @@ class Plan:
 
     @property
     def as_configured(self) -> dict[str, Any] | None:
-        """Names of the configuration's own values, by path; None if a value is outside the space."""
+        """Optuna's names of the values in the base configuration, by path; None if a value is outside the space."""
         keys = {
             path: parameter.key_of(value_at(self.configuration, self.places[path]))
             for path, parameter in self.parameters.items()
@@ -167,7 +166,7 @@ class Plan:
         return None if any(key is None for key in keys.values()) else keys
 
     def with_keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration with the values that Optuna's names stand for, by path of the option."""
+        """Return the configuration of a trial, given Optuna's names of its values by path."""
         values = {
             self.places[path]: self.parameters[path].value_of(key) for path, key in keys.items()
         }

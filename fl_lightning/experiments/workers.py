@@ -81,7 +81,7 @@ class Held:
         self.trial.set_user_attr("seconds", self.seconds)
 
     def give_sign_if_due(self) -> None:
-        """Do so at most twice a minute, because the storage may be slow."""
+        """Call `give_sign` at most twice a minute, because the storage may be slow."""
         if time.monotonic() - self._signed >= SECONDS_BETWEEN_SIGNS:
             self.give_sign()
 
@@ -101,7 +101,7 @@ class Trials:
         return held
 
     def of(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in any of the given states."""
+        """Return the trials that are in one of the given states."""
         return self.study.get_trials(deepcopy=False, states=states)
 
     def elsewhere(self) -> int:

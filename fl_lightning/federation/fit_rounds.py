@@ -124,7 +124,7 @@ class FitRounds:
                 return
 
     def _begin(self) -> None:
-        """Open the round, also anew in one process of several: nothing is exchanged here."""
+        """Open a round, or reopen it, in this process alone: processes exchange nothing here."""
         run, number = self.run, self.run.trainer.current_epoch
         self.follow_masks()
         run.local.start_round(number)  # by now, unlike earlier, Lightning has restored all
@@ -204,7 +204,7 @@ class FitRounds:
         )
 
     def idle_lines(self) -> Iterator[str]:
-        """Warnings before a round in which nobody trains or nothing moves."""
+        """Warnings for a round without clients, or in which the mask freezes every parameter."""
         number, options, cohorts = self.run.trainer.current_epoch, self.options, self.run.cohorts
         if cohorts.fewest > 1 and (num_left_out := cohorts.num_left_out(number)):
             yield (

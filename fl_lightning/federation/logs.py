@@ -30,7 +30,7 @@ _BEGUN: WeakKeyDictionary[Trainer, tuple[int, dict[str, Tensor]]] = WeakKeyDicti
 
 
 def begin_round(trainer: Trainer) -> None:
-    """Mark all metrics as of earlier rounds; to be called before `logged_in_round` in a round.
+    """Mark all metrics so far as those of earlier rounds, for `logged_in_round`.
 
     Args:
         trainer: at the start of an epoch; later calls in the same epoch change nothing.
@@ -147,7 +147,7 @@ def log_once(trainer: Trainer, title: str, numbers: Mapping[str, float], *, step
 
 
 def keep_once(trainer: Trainer, title: str, numbers: Mapping[str, float]) -> None:
-    """Save numbers to the run's ``results.json`` and to a table on TensorBoard."""
+    """Add numbers to the run's ``results.json``, and to a table on TensorBoard if they are new."""
     if not trainer.is_global_zero or not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     folder = Path(own_run_folder(trainer))

@@ -121,7 +121,7 @@ class WorkPlan:
         num_epochs: int | None,
         num_batches: int | None = None,
     ) -> tuple[Tensor, list[int]]:
-        """Draw an order of examples; `whose` is (purpose, round, client)."""
+        """Return a random order of a client's examples; `whose` is (purpose, round, client)."""
         return local_order(
             shard,
             self._batch_size,

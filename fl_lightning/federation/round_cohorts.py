@@ -100,7 +100,7 @@ class RoundCohorts:
         return 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next round, which is not done yet unless it is the current one."""
+        """Set the round to yield next; its progress is kept if it is the current one."""
         if epoch != self._round:
             self._round, self._is_done = epoch, False
 
@@ -140,7 +140,7 @@ class RoundCohorts:
             yield self.clients(self._round)
 
     def finish(self) -> None:
-        """Note that the round is done; only then it is not yielded again after resuming."""
+        """Mark the round as done, so that a resumed run does not repeat it."""
         self._is_done = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Run:
                 self.local.round_start.set_scale(scale)  # with which the client's steps ended
 
     def _finite_gradient(self, model: GlobalModel, shard: ClientWork) -> Tensor:
-        """Return the gradient, with the largest loss scale at which it is finite."""
+        """Return a finite gradient, computed with the largest loss scale that does not overflow."""
         seed = derive_seed(shard.root_seed, "shard gradient", shard.round_index, shard.client_id)
         scale, num_examples = self.step.scale, sum(shard.sizes)
         while True:

@@ -161,7 +161,7 @@ class Stage:
         """
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return about how many more bytes a client uploads and downloads per round."""
+        """Approximate extra bytes that a client uploads and downloads per round because of this stage."""
         return 0, 0
 
     # On the server's side.
@@ -170,7 +170,7 @@ class Stage:
         """Called when a round opens."""
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return the work of those clients whose updates will arrive."""
+        """Return the work of the clients whose updates will arrive; others are left out."""
         return work
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
@@ -199,7 +199,7 @@ class Stage:
         """
 
     def close(self, record: RoundRecord) -> None:
-        """Called when nothing can undo the server step; new state of the stage takes effect here.
+        """Called once the server step is final; new state of the stage takes effect here.
 
         By then the module has the new model. An error keeps no other stage from its new state.
         """

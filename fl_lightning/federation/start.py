@@ -157,7 +157,7 @@ class Calendar:
 
     @property
     def planned_steps(self) -> int:
-        """Local steps per round as schedules count them: those of the client with the most."""
+        """Local steps per round for learning-rate schedules: the largest number that a client takes."""
         return max(1, int(self.num_steps.max(initial=0)))
 
     def run_of(

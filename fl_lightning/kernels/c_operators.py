@@ -102,7 +102,7 @@ def _differentiable(
 
 
 def along_first_axis(function: Callable[..., Any]) -> VmapRule:
-    """`vmap` rule of an operator that is independent along the first axis."""
+    """`vmap` rule for an operator that treats entries along the first axis independently."""
 
     def rule(info: Any, axes: Any, *arguments: Any) -> tuple[Any, Any]:
         pairs = zip(arguments, axes, strict=True)

@@ -140,7 +140,7 @@ def _place(places: Words) -> Words:
 
 
 def _numbers(strips: _Strips, strip: Integers, place: Words, choices: Words) -> Integers:
-    """Combine strip, place and sign to integers; the bits of the place are rounded by its next bit."""
+    """Combine strip, position in the strip and sign to integers, rounded to nearest."""
     inside = (place >> np.uint64(_PLACE_BITS - 1 - strips.shift)) + np.uint64(1) >> np.uint64(1)
     magnitude = (strip.astype(np.int64) << strips.shift) + inside.astype(np.int64)
     sign = 1 - 2 * (choices & np.uint64(1)).astype(np.int64)

@@ -232,7 +232,7 @@ def _poolings_first(layers: nn.Sequential) -> list[nn.Module]:
 
 
 def _steps(layers: list[nn.Module]) -> Sequence[Callable[[Tensor], Tensor]]:
-    """Layers with their forward passes; results stay channels last if the next layers accept that."""
+    """Pair layers with their faster forward passes; results stay channels last if the next layers accept that."""
     steps: list[Callable[[Tensor], Tensor]] = list(layers)
     for place, layer in enumerate(layers):
         if not _take_channels_last(layers[place + 1 :]):

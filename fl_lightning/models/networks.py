@@ -276,7 +276,7 @@ def _extra(package: str) -> Any:
 
 
 def _explained(option: str, make: Callable[[], Any]) -> Any:
-    """Call a library, and convert its errors to a ConfigurationError that names the option."""
+    """Call a function of another library; its errors become a ConfigurationError that names the option."""
     try:
         return make()
     except Exception as error:  # both libraries have errors of many kinds

@@ -216,7 +216,7 @@ class ServerSearchStep(Stage):
 
 
 def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[Tensor]) -> int:
-    """Number of values in the state of an optimizer after a step.
+    """Number of values in an optimizer's state after its first step.
 
     Example:
         >>> num_kept(torch.optim.Adam, [torch.zeros(3)])  # two moments, and the number of steps
@@ -229,13 +229,13 @@ def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[
 
 
 def keep(optimizer: Optimizer, kept: Tensor) -> None:
-    """Copy the state of an optimizer into a buffer of shape (s,), unless the buffer is empty."""
+    """Copy an optimizer's state into a flat buffer of shape (s,), in place; an empty buffer stays empty."""
     if kept.numel():
         torch.cat([tensor.reshape(-1).to(kept) for tensor in _tensors(optimizer)], out=kept)
 
 
 def recall(optimizer: Optimizer, kept: Tensor) -> None:
-    """Load the state of an optimizer from a buffer of shape (s,); zeros mean a fresh optimizer."""
+    """Load an optimizer's state from a flat buffer that `keep` filled, shape (s,); zeros mean a fresh optimizer."""
     if not kept.numel():
         return
     if not optimizer.state:

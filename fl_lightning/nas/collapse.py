@@ -171,7 +171,7 @@ def largest_eigenvalue(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> fl
 
 
 def has_grown(eigenvalues: Sequence[float], window: int, ratio: float) -> bool:
-    """True if the mean of the measurements before the last window is below a share of its mean.
+    """True if measurements have grown: the mean before the last window is below a share of the window's mean.
 
     Args:
         eigenvalues: measurements, the latest last.

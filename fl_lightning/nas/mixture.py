@@ -61,7 +61,7 @@ Selection = Literal["alpha", "perturbation"]
 @final
 @dataclass(frozen=True)
 class ZeroCostStart:
-    """Start of α before any training: how much a proxy of the mixture falls without an operation.
+    """Initial α without training: how much a zero-cost proxy of the mixture falls if an operation is left out.
 
         s[r, o] = -S(mixture of equal weights without operation o on row r)
         α₀[r] = scale · (s[r] - mean s[r]) / std s[r]
@@ -117,7 +117,7 @@ class ZeroCostStart:
 
 
 class CellMixture(SharedWeights):
-    """LightningModule of all architectures of a space of cells; a subclass trains it.
+    """LightningModule that contains all architectures of a cell space in shared weights; a subclass trains it.
 
     Args:
         networks: networks of the space of the search.
@@ -186,7 +186,7 @@ class CellMixture(SharedWeights):
 
     @property
     def point(self) -> dict[str, Tensor]:
-        """Values of α and β at which networks run: the current values, or zeros if α is held."""
+        """Current values of α and β, by name; zeros while α is held fixed."""
         values = {name: tensor.detach() for name, tensor in self.alphas.items()}
         if self.alpha_held:
             return {name: torch.zeros_like(value) for name, value in values.items()}
@@ -229,7 +229,7 @@ class CellMixture(SharedWeights):
         return self.one_each(self.space.operations_of(architecture))
 
     def one_each(self, operations: Sequence[int]) -> EdgeWeights:
-        """Return edge weights that run one given operation on each row."""
+        """Return edge weights that are one-hot in every row: each edge runs one given operation."""
         edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
         return replace(weights_of(operations, self.alpha), edges=edges)
 

@@ -172,7 +172,7 @@ def _tensors(path: str) -> dict[str, Tensor]:
 
 
 def _fit(tensors: Mapping[str, Tensor], network: nn.Module, heads: tuple[str, ...]) -> bool:
-    """True if tensors have the names and shapes of a network's tensors, apart from the head."""
+    """True if tensors have the names and shapes of a network's tensors; the head may differ."""
     own = {name: t.shape for name, t in network.state_dict().items() if not name.startswith(heads)}
     return own == {name: tensor.shape for name, tensor in tensors.items()}
 
@@ -207,7 +207,7 @@ def retraining(
     weights: str | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the configuration that trains an architecture.
+    """Return a configuration, for ``fl-lightning fit``, that trains one architecture from scratch or from given weights.
 
     Args:
         architecture: the architecture.

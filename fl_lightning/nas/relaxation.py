@@ -37,7 +37,7 @@ from fl_lightning.nas.spaces.cells import Candidate, WeighedEdge
 
 @dataclass(frozen=True)
 class SearchStep:
-    """Inputs of a rule in one step of the search, besides α.
+    """Inputs, besides α, from which a rule computes the weights of operations in a search step.
 
     Attributes:
         progress: completed fraction of the search, in [0, 1].
@@ -129,7 +129,7 @@ class Relaxation(ABC):
         return MixedEdge(row, [make(*sizes) for make in candidates])
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Return a corrected α after an optimizer step; unchanged by default.
+        """Correct α after an optimizer step; returned unchanged by default.
 
         Args:
             before: α before the step, shape (num_rows, num_operations).
@@ -140,7 +140,7 @@ class Relaxation(ABC):
 
 
 def drawn_from(step: SearchStep) -> torch.Generator:
-    """Return the generator of a step.
+    """Return the random generator of a search step.
 
     Raises:
         ValueError: if the step has none.

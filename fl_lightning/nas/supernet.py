@@ -242,7 +242,7 @@ class Supernet(CellMixture):
 
     @property
     def sends_beside(self) -> str:
-        """Option because of which clients send values beside the update; empty if there is none."""
+        """Name of the option that makes clients send values beside the update; empty if there is none."""
         if self.architecture_state == "clients":
             return "architecture_state: clients"
         if self.selection == "perturbation":
@@ -300,7 +300,7 @@ class Supernet(CellMixture):
         return loss.detach()
 
     def _draws(self, batch_idx: int) -> int:
-        """Return the seed of the draws of a step: own draws per client, or equal ones for all clients."""
+        """Return the seed of a step's random draws, which clients share or draw on their own."""
         if self._same_draws or not self.is_federated:
             return derive_seed(self.seed, "architecture", self.current_epoch, batch_idx)
         return int(torch.randint(2**62, ()))  # a client's stream is a function of round and client

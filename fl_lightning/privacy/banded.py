@@ -95,11 +95,11 @@ class BandedGaussian(Mechanism["BandedMatrixDP"]):
         return ReleaseCost(GRID_COST, self.noise_multiplier**2)
 
     def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Return a row of Z, in integer steps of the finer grid of C G."""
+        """Draw one round's independent noise, a row of Z, in integer steps of the finer grid of C G."""
         return noise_of(self.noise_multiplier * grid.radius * self._sums.scale, size, draw)
 
     def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum of the round with the next row of the correlated noise."""
+        """Return the round's sum with the next row of correlated noise added."""
         return self._sums.next(total, noise)
 
     @override

@@ -226,7 +226,7 @@ def skellam_noise(variance: float, size: int, draw: Draw) -> Integers:
 
 
 def _decided(first: Words, second: Words, magnitude: int, uniform: np.uint64, draw: Draw) -> int:
-    """Decide the magnitude by one more word, if the first word equals a probability's first bits."""
+    """Return the magnitude of a sample that its first random word leaves undecided, by a further word."""
     more = draw(1)[0]
     beyond = magnitude + 1
     while beyond < len(first) and first[beyond] == uniform and more < second[beyond]:

@@ -77,7 +77,7 @@ class ExampleGaussian(Accounted["ExampleDP"]):
         return np.bincount(ids, minlength=self.run.num_clients)
 
     def work(self, rounds: int) -> list[Work]:
-        """Return the work of the clients that can have the largest ε after ``rounds`` rounds.
+        """Return (examples, expected batch size, local steps) of the clients that may have the largest ε.
 
         ε rises with the sampling rate and with the number of steps: clients with less of both than
         another client are left out.

@@ -1,4 +1,4 @@
-"""Bases of differential privacy: rules with their options, mechanisms, and the run that is accounted.
+"""Bases of differential privacy: rules (options), mechanisms (noise and its cost), and the run for accounting.
 
 A rule, such as `CentralDP`, holds what the user sets. Its `mechanism` is made for one run and one noise
 multiplier: it draws the noise and knows ε. Without a noise multiplier the rule looks for the smallest one
@@ -35,7 +35,7 @@ P = TypeVar("P", bound="Budgeted")
 
 @dataclass
 class Accounted(ABC, Generic[P]):
-    """Base of mechanisms: what a rule of privacy costs in a run, and its noise.
+    """Base of mechanisms: the privacy cost of a rule in one run, and its noise.
 
     By default rounds are independent, and a client's releases add up without amplification.
     """
@@ -46,7 +46,7 @@ class Accounted(ABC, Generic[P]):
     source: NoiseSource
 
     def __post_init__(self) -> None:
-        """Compute what the mechanism needs besides its fields."""
+        """Compute further attributes from the fields."""
 
     def check(self) -> None:
         """Raise ConfigurationError if the noise does not fit the run."""
@@ -132,7 +132,7 @@ class Mechanism(Accounted[P]):
         return wide(total + noise)
 
     def commit(self) -> None:
-        """Count the released sum as the round's; without this call the round is released anew."""
+        """Make the released sum final; without this call the round's sum is released again."""
 
 
 @dataclass(frozen=True, kw_only=True)

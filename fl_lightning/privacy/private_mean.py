@@ -217,7 +217,7 @@ class AdaptiveClip:
 
 
 def clipped(delta: Tensor, clip_norm: float) -> tuple[Tensor, Tensor]:
-    """Return a vector of at most the clip norm, and whether it was within it before.
+    """Clip a vector to a norm; return it, and whether it was within the norm before.
 
     Args:
         delta: finite, shape (k,).

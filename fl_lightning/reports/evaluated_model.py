@@ -48,7 +48,7 @@ class ModelOrigin:
         self._steps, self._module = trainer.global_step, weakref.ref(module)
 
     def words(self, trainer: Trainer) -> str:
-        """Describe the model in the Trainer's module, in words."""
+        """Describe the evaluated model in words: its checkpoint, or its round."""
         module, steps = trainer.lightning_module, trainer.global_step
         # after a fit since then, the weights are no longer those of the checkpoint
         if self._module is not None and self._module() is module and self._steps == steps:

@@ -98,7 +98,7 @@ class History:
 
     @property
     def unit(self) -> str:
-        """Word for the entries: rounds of a federation, or epochs of a central run."""
+        """Name of the entries: ``round`` in a federation, ``epoch`` in a central run."""
         return "rounds" if any(name.startswith("round/") for name in self.names) else "epochs"
 
     def without_twin(self) -> History:
@@ -124,7 +124,7 @@ class History:
         return {r.number: r.metrics[name] for r in self.rounds if name in r.metrics}
 
     def of_clients(self, name: str) -> dict[int, Sequence[float]]:
-        """Return by round the values of one metric of the clients that took part."""
+        """Return the values of one metric of each round's clients, by round."""
         return {r.number: r.clients[name] for r in self.rounds if name in r.clients}
 
     def bytes_by_purpose(self, way: str, once: Mapping[str, float]) -> dict[str, Curve]:

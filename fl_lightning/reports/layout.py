@@ -6,12 +6,10 @@ messages appear at once.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
 import textwrap
-from collections.abc import Collection
 from typing import Any
 
 from typing_extensions import override
@@ -145,18 +143,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def close_to(name: str, names: Collection[str], most: int = 30) -> str:
-    """Return a suggestion for a misspelt name; without a close one, all names if they are few.
-
-    Example:
-        >>> close_to("lossy", ["loss", "accuracy"]), close_to("x", ["loss"])
-        ("Did you mean 'loss'?", 'There are loss.')
-    """
-    longer = [other for other in names if other.startswith(name)]
-    close = longer or difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    is_short = 0 < len(names) <= most
-    return f"There are {', '.join(names)}." if is_short else "See --help for the options."

@@ -40,7 +40,7 @@ LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "fl_lightni
 
 
 class EarlyMessages(logging.Handler):
-    """Log handler that stores messages until there is a log file."""
+    """Log handler that stores messages until the log file is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def with_place(message: Warning | str, category: type[Warning], filename: str, lineno: int) -> str:
-    """Return a warning with its kind and place in the code, which warnings of this package do without."""
+    """Return a warning's text; for warnings of other packages with category, file and line."""
     if Path(filename).is_relative_to(_PACKAGE):
         return str(message)
     return f"{message} ({category.__name__}, {os.path.relpath(filename)}:{lineno})"

@@ -93,7 +93,7 @@ def why_it_stopped(trainer: Trainer) -> str | None:
 
 
 def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Return the provenance of a fit: date, data, model, federation, seed, versions, commit, machine."""
+    """Return date, data, model, federation, seed, versions, commit and machine of a fit, by name."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     source = getattr(data, "source", data)
     clients = f", {len(data.clients):,} clients" if isinstance(data, FederatedDataModule) else ""
@@ -295,7 +295,7 @@ class DryRun(Callback):
 
 
 def _counts_clients(federation: Federation) -> bool:
-    """Return whether fewer clients in a round would be refused, or cost other than their share."""
+    """Return whether a smaller cohort would be refused, or would not cost in proportion to its size."""
     aggregator = as_aggregator(federation.aggregator)
     return (
         federation.client_privacy is not None  # needs a random sample

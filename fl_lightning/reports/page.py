@@ -78,7 +78,7 @@ class Page:
         self._add("verbatim", text, fold)
 
     def include(self, fragment: str) -> None:
-        """Add HTML, e.g. the `fragment` of another page."""
+        """Add HTML to the page, e.g. the `fragment` of another page."""
         self._parts.append(fragment)
 
     def fragment(self) -> str:

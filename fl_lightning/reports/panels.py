@@ -38,7 +38,7 @@ class Line:
     colour: str = SERIES[0]
 
     def draw(self, axes: Any, of: str) -> Iterator[Tooltip]:
-        """Draw the curve; yield a tooltip for each finite value, ``of`` the horizontal axis."""
+        """Draw the curve; yield a tooltip for each finite value, which names the horizontal axis ``of``."""
         marker = "o" if len(self.x) <= _MARKED else ""
         label = self.label or "_"
         axes.plot(self.x, self.y, label=label, color=self.colour, marker=marker, markersize=3)
@@ -342,7 +342,7 @@ def _scale(axes: Any, scale: str, values: Sequence[Any], names: Sequence[str]) -
 
 
 def _short(name: str) -> str:
-    """Return the class of an import path; other names, as ``0.5``, are unchanged."""
+    """Shorten an import path to its class name; other names, such as ``0.5``, are unchanged."""
     parts = name.split(".")
     return parts[-1] if all(part.isidentifier() for part in parts) else name
 

@@ -60,7 +60,7 @@ class RoundProgressBar(ProgressBar):
 
     @property
     def says_rounds(self) -> bool:
-        """True if each round is a line in the log, because there is no terminal."""
+        """True if every round is logged as a line, because there is no terminal for a bar."""
         return self.is_enabled and not self._screen.is_open
 
     @override
@@ -272,7 +272,7 @@ class Pace:
 
 
 class Inner:
-    """Progress within a round: the number of clients, or batches, that are done.
+    """Progress within a round: how many of its clients, or batches, are done.
 
     Args:
         what: name of the things that are counted.

@@ -258,7 +258,7 @@ def _bytes(history: History, once: Mapping[str, float]) -> Section:
 
 
 def _family(history: History, prefix: str, title: str, caption: str) -> Section:
-    """Make a section of the metrics with a prefix whose values change over rounds."""
+    """Return a section with the curves of all metrics with a prefix, without constant ones."""
     found = {n: history.curve(n) for n in history.names if n.startswith(prefix)}
     moving: dict[str, Panel | None] = {
         name: curves([_line(c)]) for name, c in found.items() if len(set(c.values())) > 1

@@ -152,7 +152,7 @@ def with_checksum(values: RingIntegers, ring: Ring) -> RingIntegers:
 
 
 def has_checksum(values: RingIntegers, ring: Ring) -> bool:
-    """Return True if a sum, shape (k + l,), fits its checksum."""
+    """Return True if a sum with checksum, shape (k + l,), is consistent."""
     size = len(values) - num_checks(ring)
     return bool(np.array_equal(_checksum(values[:size], ring), values[size:]))
 

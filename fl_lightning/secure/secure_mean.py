@@ -194,7 +194,7 @@ class SecureMean(HiddenIntegers):
         return self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
 
     def close(self) -> Tensor:
-        """Add up, and return the mean.
+        """Run the secure sum, and return the mean.
 
         Raises:
             RoundFailure: if too few clients are left for a secure sum.
@@ -276,7 +276,7 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
         self._secure_sum = self._of_present_noise()
 
     def _of_present_noise(self) -> SecureSum:
-        """Return the protocol for the current noise.
+        """Return the secure sum whose integers are large enough for the current noise.
 
         Raises:
             ConfigurationError: if a sum might not fit into the ring, or the cohort is too small.

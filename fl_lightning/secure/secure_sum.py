@@ -188,7 +188,7 @@ class SecureSum:
 
 
 class HiddenUpdates(Aggregator, Protected):
-    """Base of aggregators whose server sees no single update."""
+    """Base of aggregators that hide single updates from the server."""
 
     exchanges = True
     weight_by_examples = True  # up to a largest weight

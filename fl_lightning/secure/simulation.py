@@ -127,7 +127,7 @@ def no_cost(clients: Iterable[int]) -> ProtectionCost:
 
 @contextmanager
 def timed(cost: ProtectionCost, purpose: str) -> Iterator[None]:
-    """Add the CPU seconds of this process inside the block to a cost; not those of a block that raises."""
+    """Context that adds this process's CPU seconds to a cost, unless its block raises."""
     began = time.process_time()
     yield
     cost.seconds[purpose] = cost.seconds.get(purpose, 0.0) + time.process_time() - began

@@ -141,7 +141,7 @@ class SumQuantiser:
 
     @property
     def step(self) -> float:
-        """Width of one level."""
+        """Distance between two neighbouring levels, in the units of updates."""
         return 2 * self.clip / self.levels
 
     def levels_of(self, delta: Tensor, draw: Draws) -> RingIntegers:

@@ -65,7 +65,7 @@ class Pair:
         return a, vectors[:, self.b].reshape(n, -1, self.rank)
 
     def keep(self, vectors: Tensor, ranks: Sequence[int]) -> None:
-        """Zero the ranks that clients lack, in place, in contiguous vectors of shape (n, k)."""
+        """Set factors beyond a client's rank to zero, in place, in contiguous vectors of shape (n, k)."""
         for vector, rank in zip(vectors, ranks, strict=True):
             vector[self.a].view(self.rank, -1)[rank:] = 0
             vector[self.b].view(-1, self.rank)[:, rank:] = 0
@@ -171,7 +171,7 @@ def _mean(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _mean_product(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
-    """Return M, shape (out, in)."""
+    """Return the weighted mean of the clients' products B A, shape (out, in)."""
     return torch.einsum("n,nor,nri->oi", weights, b, a)
 
 

@@ -1,4 +1,4 @@
-"""Aggregators: folds over a round's updates.
+"""Aggregators: objects to which a round's updates are added, and which then return the aggregate.
 
 A weighted mean derives from `WeightedMean` and defines `weight`; a rule that needs all updates of a
 round together is a `RobustRule`; anything else derives from `Aggregator`, or from `KeptUpdates` if it
@@ -68,7 +68,7 @@ _IN_CLEAR_OVER_SITES = Traits(
 
 
 class Aggregator(ABC):
-    """A fold over a round's updates.
+    """Base of aggregators: `open` starts a round, `add` takes its updates, `close` returns the aggregate.
 
     Attributes:
         exact: whether the aggregate is bit-identical for any order of the updates and any number of
@@ -165,7 +165,7 @@ class Aggregator(ABC):
             self.add(update)
 
     def new_rows(self, like: Tensor) -> UpdateRows:
-        """Return an empty matrix for a round's updates."""
+        """Return an empty matrix that will hold a round's updates as rows."""
         return UpdateRows(like)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
@@ -186,12 +186,12 @@ class Aggregator(ABC):
 
     @property
     def untouched(self) -> Tensor | slice:
-        """Coordinates that no client of the round may move: bool of shape (k,), or an empty slice."""
+        """Coordinates that no client of the round could change: bool of shape (k,), or an empty slice."""
         return slice(0)
 
 
 class FoldedMeans(Aggregator):
-    """An aggregator made of weighted means, by name; `open` creates them."""
+    """An aggregator whose state is some weighted means, by name; `open` creates them."""
 
     _means: dict[str, RunningMean | ExactMean]
 

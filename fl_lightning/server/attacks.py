@@ -214,7 +214,7 @@ class _Collusion(Ranged, ABC):
 
     @abstractmethod
     def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
-        """Return the vector, shape (k,), given the honest updates and the counts of the round."""
+        """Return the vector that all attackers send, shape (k,), given the honest updates and the round's counts."""
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -295,7 +295,7 @@ class MinMax(_Collusion):
 
 
 def hidden_deviations(num_updates: int, num_attackers: int) -> float:
-    """Return ALIE's z, ≥ 0.
+    """Return ALIE's number z ≥ 0 of standard deviations by which attackers deviate.
 
     Example:
         >>> round(hidden_deviations(50, 12), 4)  # Φ⁻¹(24 / 38)

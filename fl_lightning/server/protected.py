@@ -22,7 +22,7 @@ FEWEST_CLIENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Facts about the run that are known before the first round."""
+    """Facts about a run, known before the first round, from which a protection is set up."""
 
     most_clients: int  # size of the largest possible cohort
     seed: int = 0  # seed of the run
@@ -57,7 +57,7 @@ class Protected(Protocol):
     @property
     @abstractmethod
     def hides(self) -> str:
-        """Sentence that says what the server sees instead of updates, and how they are protected."""
+        """Sentence for the log: what the server sees instead of single updates, and how these are protected."""
 
     @property
     @abstractmethod
@@ -92,7 +92,7 @@ class Protected(Protocol):
         """Use ``adds`` to sum the vectors at the sites; `add` then only counts the updates."""
 
     def miss(self, clients: Iterable[int]) -> None:
-        """Called before `close` with the clients of the cohort that sent no update."""
+        """Called before `close` with the ids of the cohort's clients that sent no update."""
 
     @abstractmethod
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:

@@ -191,7 +191,7 @@ class Server:
 
     @contextmanager
     def reversible(self) -> Iterator[None]:
-        """Undo `close_round` if the block raises: the server is as before, and its round is open."""
+        """Context that undoes `close_round` if its block raises, so that the round is open again."""
         vectors = self.model.params, self.model.buffers
         before, state = [vector.clone() for vector in vectors], copy.deepcopy(self.state_dict())
         try:
@@ -261,7 +261,7 @@ def as_aggregator(given: Aggregator | None) -> Aggregator:
 
 
 def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
-    """Return the sums of tensors over all processes; the tensors may be changed in place.
+    """Sum tensors over all processes, possibly in place.
 
     Small tensors are packed together, floating-point ones in the widest of their dtypes: waiting for
     the other processes costs more than the bytes.
@@ -292,7 +292,7 @@ def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
 
 
 def _check_steps(make_optimizer: ServerOptimizer) -> None:
-    """Try a step on two numbers: some optimizers need matrices, sparse gradients or a closure."""
+    """Raise if an optimizer cannot step a plain vector, e.g. because it needs matrices or a closure."""
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
     try:

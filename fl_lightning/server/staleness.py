@@ -162,7 +162,7 @@ class FedBuff(AsyncRule):
     buffer_size: int = 10
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
-        """Return s(τ) Δ."""
+        """Return the updates times their staleness weights, s(τ) Δ."""
         weight = self.weight(staleness)
         return deltas if weight == 1 else deltas * weight
 
@@ -189,7 +189,7 @@ class FedAsync(AsyncRule):
     ranges: ClassVar[dict[str, str]] = {"mixing": "in (0, 1]"}
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
-        """Return α s(τ) (x - y)."""
+        """Return the step of FedAsync, α s(τ) (x - y), with x the server's and y the client's model."""
         weight = self.mixing * self.weight(staleness)
         apart = deltas if drift is None else deltas + drift
         return apart if weight == 1 else apart * weight

@@ -67,7 +67,7 @@ class FittedHead:
 
     @torch.no_grad()
     def write_to(self, head: nn.Linear) -> None:
-        """Copy the classifier into a layer."""
+        """Copy the fitted weights and biases into a linear layer, in place."""
         head.weight.copy_(self.weight)
         if self.bias is not None:
             head.bias.copy_(self.bias)
@@ -174,7 +174,7 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 def _double_rows(
     owner: Features, num_classes: int, *, has_ones: bool = True
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield z = (x, 1), or x, labels and one-hot labels of an owner's examples, in parts, in float64."""
+    """Yield an owner's examples in parts: features with a constant 1 appended if there is a bias, labels, one-hot labels."""
     features, labels = owner
     check_labels(labels, num_classes)
     for start in range(0, len(labels), _ROWS):

@@ -101,7 +101,7 @@ def block_name(block: BlockOption) -> str:
 
 
 def known_block(block: BlockOption, size: int) -> Block:
-    """Return the blocks of ``size`` numbers.
+    """Return the number of elements in each block of ``size`` numbers; raise if the shapes of tensors are not set yet.
 
     Raises:
         ValueError: if blocks are tensors whose shapes are not set, or have another total size.
@@ -145,7 +145,7 @@ def over_blocks(
 def in_pieces(
     values: Tensor, dtype: torch.dtype, code: Callable[..., Tensor], *of_members: Tensor
 ) -> Tensor:
-    """Compute the codes of numbers piece by piece; returns shape (n,).
+    """Apply a function to the numbers piece by piece, to limit memory; returns codes of shape (n,).
 
     Args:
         values: numbers, shape (n,).

@@ -101,7 +101,7 @@ class MaskApplier:
             )
 
     def described(self, mask: Mask) -> str:
-        """Numbers of entries that train densely, and that are frozen, outside a mask."""
+        """Describe the entries outside a mask: how many train densely, and how many are frozen."""
         dense = sum(self._params[name].numel() for name in self.dense)
         everything = sum(p.numel() for p in self._params.values())
         return f"{dense:,} densely, {everything - mask.num_entries - dense:,} frozen"

@@ -131,7 +131,7 @@ def scoring(trainer: Trainer) -> Iterator[Visit]:
 def of_each(
     trainer: Trainer, owners: Integers, counts: Integers, work: Callable[[int, int], None]
 ) -> None:
-    """Do some work for every owner, each in one of the processes; every process must call this.
+    """Call a function for every owner, in one of the processes; every process must call this.
 
     Args:
         trainer: the Trainer.
@@ -243,7 +243,7 @@ class OwnerScores:
         ids: tuple[int, ...],
         scored: Callable[[Mapping[str, Tensor], int], Scores] | None,
     ) -> Mask:
-        """Calibrate by scores at given values in a calibration round."""
+        """Run the rounds of a calibration, and return the mask."""
         own = dict(trainer.lightning_module.named_parameters())
         seed = derive_seed(self.seed, _PURPOSE, *ids)
         calibration = Calibration(plan, {name: own[name] for name in names}, seed=seed)
@@ -257,7 +257,7 @@ class OwnerScores:
     def _drawn(
         self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
     ) -> tuple[Integers, Integers]:
-        """Draw the owners of a calibration round, and the number of examples that each scores."""
+        """Draw the owners of a calibration round; return their numbers, and how many examples each of them scores."""
         federation, sizes = federation_of(trainer), owners.shards.num_examples
         sampler = AllClients() if federation is None else self.cohort or federation.cohort
         ids = sampler.sample(number, Population(sizes), derive_seed(self.seed, _PURPOSE, version))

@@ -237,7 +237,7 @@ def demo(
     rounds: PositiveInt = 3,
     options: Sequence[str] = (),
 ) -> None:
-    """Try it on this machine: a server and sites that are removed afterwards.
+    """Try a network on this machine: a server and sites, which are removed afterwards.
 
     Args:
         config: YAML files of the run.

@@ -73,7 +73,7 @@ class _LimitedTensors(TorchDispatchMode):
 
 
 def _numbers(argument: Any, name: str) -> int:
-    """Return the number of entries of the tensor that a function makes for an argument."""
+    """Return how many entries a tensor has that a function of torch creates from an argument."""
     if isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument):
         return math.prod(argument)
     is_length = name in ("arange", "linspace", "eye") and isinstance(argument, (int, float))

@@ -330,7 +330,7 @@ _KNOWN_DATA = {
 
 
 def _next(command: str, data: Sequence[str], of: str) -> str:
-    """Return the line with the next command, or with what it lacks."""
+    """Return a line with the next command to type, and a note if options for the data are missing."""
     if data:
         return f"next:     {command} {shlex.join(data)}"
     return f"next:     {command}, with the data {of}: add --config or --data options that name them"

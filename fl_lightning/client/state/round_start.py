@@ -74,7 +74,7 @@ class RoundStart:
         self._schedules = list(schedules)
 
     def note(self, number: int = 0) -> None:
-        """Record the optimizers, schedules and scale at the start of a round."""
+        """Record the state of optimizers, schedules and fp16 loss scale at the start of a round."""
         self._number, self._is_planned = number, self._by_step is None
         self._options: Options = [
             [_copied(g) for g in each.param_groups] for each in self._optimizers
@@ -203,11 +203,11 @@ class RoundStart:
         self.set_scale(self._scale)
 
     def scale(self) -> dict[str, Any] | None:
-        """Return the scaler's state; None without a scaler."""
+        """Return the state of the fp16 gradient scaler; None without one."""
         return None if self.scaler is None else self.scaler.state_dict()
 
     def set_scale(self, state: dict[str, Any] | None) -> None:
-        """Set the scaler's state, between clients or rounds."""
+        """Set the state of the fp16 gradient scaler, between clients or rounds."""
         if self.scaler is None or state is None:
             return
         self.scaler.load_state_dict(state)

@@ -108,7 +108,7 @@ class LabelShards(Partition):
 def _most_even(
     class_sizes: np.ndarray, slots: np.ndarray, num_clients: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Examples per client and class for the first graph that allows equal sizes, or the best one."""
+    """Number of examples of each class at each client, for the draw of classes that makes the sizes most even."""
     found = []
     for _ in range(MAX_GRAPHS if slots.sum() > num_clients else 1):  # one class each: all alike
         counts = even_counts(draw_holders(slots, num_clients, rng), class_sizes)

@@ -61,7 +61,7 @@ class ImageSource(Source, ABC):
             yield f"classes must be different numbers, at least one, got {list(classes)}"
 
     def finished(self, examples: ImageRows, *, trains: bool) -> ImageRows:
-        """Return the images of `classes`, resized, without augmentation unless they train.
+        """Keep the images of the chosen `classes`, resized; only training images are augmented.
 
         Classes are selected after the split, which so does not depend on them.
         """
@@ -106,7 +106,7 @@ class ImageRows(StoredRows):
         return self._stored(self._places)
 
     def through(self, pipeline: PixelPipeline) -> Self:
-        """Return the same images with another pipeline."""
+        """Return the same images with another pixel pipeline."""
         other = copy.copy(self)
         other.pipeline = pipeline
         return other

@@ -76,7 +76,7 @@ class StoredRows(Dataset[Any], ABC):
         return self.read(self._places.index_select(0, indices))
 
     def select(self, indices: Tensor) -> Self:
-        """Return the set of these rows only, in this order; the stored rows are shared."""
+        """Return a data set of some rows, in the given order, which shares memory with this one."""
         chosen = copy.copy(self)
         chosen._places = self._places[indices]
         return chosen

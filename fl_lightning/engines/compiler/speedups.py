@@ -101,7 +101,7 @@ class FasterStep:
             yield
 
     def step(self) -> None:
-        """Step the optimizer on the gradients of the backward pass."""
+        """Step the optimizer after the backward pass."""
         self._step_all()
 
     def close(self) -> None:

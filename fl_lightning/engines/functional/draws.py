@@ -160,7 +160,7 @@ def _no_mode(_: Any) -> bool:
 
 
 def _opened(function: Any) -> Any:
-    """Copy a function of `torch.nn.functional` so that a mode sees every call inside it.
+    """Copy a function of `torch.nn.functional` so that a torch function mode sees the calls inside it.
 
     PyTorch passes such a function to the mode as a whole and then runs it without the mode. The copy
     skips this step.

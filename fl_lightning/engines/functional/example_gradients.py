@@ -220,7 +220,7 @@ class ExampleGradients:
 
 
 def nothing(space: Space, *, in_steps: bool) -> Tensor:
-    """Zero sum of gradients, shape (k,), in int64 or in the space's dtype."""
+    """Return zeros of shape (k,), to which gradients are added, in int64 or in the space's dtype."""
     dtype = torch.int64 if in_steps else space.dtype
     return torch.zeros(space.size, dtype=dtype, device=space.device)
 

@@ -149,7 +149,7 @@ class TrainingStep:
             old.copy_(new.detach())
 
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
-        """Run the step as the sequential engine does, and record its effects besides the loss."""
+        """Run the step as sequential training does, and record its effects besides the loss."""
         with DrawRecorder() as recorder, DropoutWatch() as watch:
             _, _, calls, metrics = self._run(tensors, batch, count, ())
         return Observed(recorder.draws, watch.has_seen_one, calls, metrics)

@@ -159,7 +159,7 @@ def plan_steps(
 
 
 def in_part(plan: StepPlan, slots: list[int] | None) -> Tensor:
-    """Mask of the examples in the batches of some slots; by default of the largest batches."""
+    """Mask of the examples that a part of the slots uses; by default the slots with the largest batches."""
     if slots is not None:
         return plan.valid[slots].bool()
     return plan.valid.bool() & torch.from_numpy(plan.sizes == plan.sizes.max()).unsqueeze(1).to(

@@ -105,7 +105,7 @@ class SlotResults:
         return [row if index is None else row.index_select(0, index) for row, index in pairs]
 
     def hand_on(self) -> Iterator[Updates]:
-        """Yield the updates collected since the last call, if any."""
+        """Yield the updates that were collected since the last call; nothing if there are none."""
         if not self._clients:
             return
         clients, names = np.array(self._clients, np.int64), list(self._step.sums)
@@ -197,7 +197,7 @@ class SlotRows:
         self._rows: dict[int, list[Tensor]] = {}
 
     def following(self, tensors: Sequence[Tensor]) -> SlotRows:
-        """Rows of the given tensors: this object if it holds the same tensors, else a new one."""
+        """Return the rows of other tensors; this object itself if the tensors are the same."""
         have = self._tensors
         is_same = len(have) == len(tensors) and all(map(is_, have, tensors))
         return self if is_same else SlotRows(tensors)

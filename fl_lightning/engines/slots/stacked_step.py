@@ -191,7 +191,7 @@ class StackedStep:
         self._add(self._done("first", inputs, start, self._slots).sums)
 
     def only(self, start: Tensors, part: StepPart, active: Tensors) -> tuple[Tensor, Tensors]:
-        """Train a new client in every slot for a single step, without changing any slot.
+        """Train a new client in every slot for one step only; the slots' tensors do not change.
 
         Args:
             start: initial parameters by name, in the order of the deltas' coordinates.

@@ -235,7 +235,7 @@ class StackedFunctions:
         return {name: grad for name, grad in grads.items() if name not in self.unused}, outputs
 
     def _moved_from(self, start: Tensors, slots: Slots, inputs: Inputs) -> tuple[Slots, Outputs]:
-        """Compute the slots' tensors after the first step of new clients, and its outputs."""
+        """Compute parameters and optimizer states after the first step of new clients, and the step's outputs."""
         grads, outputs = self._gradients(start, {}, inputs, shared=True)
         params = {name: value.unsqueeze(0) for name, value in start.items()}
         states = {

@@ -161,7 +161,7 @@ class StepGraphs:
             )
 
     def forget(self) -> None:
-        """Delete all findings, so that the next rehearsal starts from nothing."""
+        """Delete all findings, so that the next rehearsal observes everything again."""
         self._looked_for, self.rehearsals = None, {}
 
     @contextmanager
@@ -238,7 +238,7 @@ class StepGraphs:
         self._recheck(refuse=can_tell)
 
     def _look(self, batch: BatchOf, full: int) -> None:
-        """Observe the present step, and choose the graphs for it."""
+        """Observe the current step, and choose the graphs for it."""
         functions = self.functions
         self._seen, self.written = set(), frozenset()
         self._see(batch, full)

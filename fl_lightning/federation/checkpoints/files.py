@@ -103,7 +103,7 @@ def memory_folder(checkpoint: str | Path) -> Path:
 
 
 def _keep_only(folder: Path, names: set[str]) -> None:
-    """Delete files of replaced checkpoints and of killed runs."""
+    """Delete files that belong to replaced checkpoints or to killed runs."""
     if not names:
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -199,7 +199,7 @@ def run_memory(trainer: Trainer, ram_bytes: float) -> ClientMemory:
 
 
 def in_files(state: Mapping[str, Any]) -> bool:
-    """Return whether client states are in files, which are beside their checkpoint or gone."""
+    """Return whether a checkpoint's client states are in separate files, which may be lost."""
     return any(len(entry) > 3 for entry in state.get("present", ()))
 
 

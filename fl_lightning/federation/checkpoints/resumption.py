@@ -224,7 +224,7 @@ def best_of(last: Path) -> Path | None:
 
 
 def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return (why a file is no checkpoint, or None; the content of the checkpoint)."""
+    """Read a checkpoint; return (reason why the file is none, or None; its content)."""
     if path.is_dir():
         return "is a folder and no checkpoint", {}
     if not path.exists():

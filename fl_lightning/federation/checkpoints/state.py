@@ -25,7 +25,7 @@ _KINDS = {"correction": "correction", "personal": "choice of federation.personal
 
 
 class MissedPlateaus:
-    """Steps of `ReduceLROnPlateau` that Lightning leaves out after resuming.
+    """Catches up the steps of `ReduceLROnPlateau` that Lightning leaves out when a run resumes.
 
     Lightning steps these schedules after the callbacks of an epoch's end, which save checkpoints. After resuming
     it ends that epoch or the next one without them, as it saves no metrics.
@@ -54,7 +54,7 @@ class MissedPlateaus:
 
 
 def plateaus(trainer: Trainer) -> list[LRSchedulerConfig]:
-    """Return the learning-rate schedules that wait for a metric of an epoch."""
+    """Return the learning-rate schedules that step on a monitored metric once per epoch."""
     if not trainer.lightning_module.automatic_optimization:  # such a module steps them itself
         return []
     return [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]

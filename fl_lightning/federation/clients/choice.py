@@ -154,7 +154,7 @@ class EngineChooser:
         self._step.use(speedups)
 
     def _choose_speedups(self, trial: Trial) -> str:
-        """Use the speedups that pay for sequential clients; return them as text."""
+        """Switch on the speedups that make sequential training faster; return their names as text."""
         options, num_steps = self._options, trial.num_steps
         if options.engine != "auto" or options.speedups is not None or self._needs_plain_steps:
             return f" with {', '.join(options.speedups)}" if options.speedups else ""
@@ -253,7 +253,7 @@ class EngineChooser:
         return SlotEngine(self._trainer, self._local, stacking)
 
     def _remark(self, is_direct: bool) -> str:
-        """Return a remark if layers are computed more precisely than the Trainer asks for."""
+        """Return a remark for the log if slots compute layers more precisely than the Trainer asks for."""
         is_more = is_direct and self._trainer.precision not in FULL_PRECISIONS
         return ", direct layers in float32" if is_more else ""
 

@@ -89,7 +89,7 @@ class FitClients:
         return True
 
     def find_state(self, cohort: Iterable[int], ranks: Ranks) -> bool:
-        """Find which tensors besides weights clients change, over all processes.
+        """Find the buffers and frozen parameters that clients change, over all processes.
 
         Returns:
             Whether these tensors are known now.
@@ -136,7 +136,7 @@ class FitClients:
     def _train_as_of(
         self, start: Start, work: GroupWork
     ) -> Generator[Upload | Missing, None, None]:
-        """Train with the optimizer options of the start, in slots those clients that slots can train."""
+        """Train clients with the optimizer options of their start: in slots where possible, else sequentially."""
         with self.local.round_start.as_of(start.options):
             if self.engine.slots is not None:
                 work = yield from self._train_stacked(self.engine.slots, start, work)
@@ -183,7 +183,7 @@ class FitClients:
     def _learnt(
         self, updates: Updates, work: dict[int, ClientWork], start: Start
     ) -> tuple[Updates, list[ClientFailure]]:
-        """Store clients' new states; return the updates of those that have one, and the failures of others."""
+        """Store clients' new states; return the updates of clients that succeeded, and the failures of the others."""
         rows, failures = [], []
         for row, update in enumerate(updates):
             try:

@@ -106,7 +106,7 @@ class SlotEngine:
         return work.where(fits), work.where(~fits)
 
     def remark(self, work: Sequence[ClientWork], *, may_pad: bool) -> str:
-        """Return a clause on why batches are not padded, or on clients that padding would help."""
+        """Return a clause for the log: why batches are not padded, or how many clients padding would help."""
         if self.stacking.whole_because:
             return f", of whole batches because {self.stacking.whole_because}"
         without = len(self.split(GroupWork.of(work))[1])
@@ -128,7 +128,7 @@ class SlotEngine:
 
     @property
     def kept(self) -> dict[int, Tensor]:
-        """Personal tensors of clients that are done, by client; empty without any."""
+        """New personal tensors of the clients that have trained, by client; empty without personalisation."""
         return {} if self._own is None else self._own.kept
 
     def train(
@@ -172,7 +172,7 @@ class SlotEngine:
             raise cannot_run(error) from error
 
     def whole(self, reason: CannotPad) -> SlotEngine:
-        """Return slots that train whole batches, without padding."""
+        """Return a slot engine that trains batches of their full size, without padding."""
         stacking = replace(self.stacking, padded=False, whole_because=str(reason))
         return SlotEngine(self._trainer, self._local, stacking)
 

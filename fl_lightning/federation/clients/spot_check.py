@@ -139,7 +139,7 @@ class SpotCheck:
         self._metrics = MetricStates(metrics_of(self._module) if self._work else [])
 
     def note(self, usable: Updates, kept: Mapping[int, Tensor]) -> None:
-        """Keep the results of slots for the drawn clients.
+        """Store the results that slots computed for the drawn clients.
 
         Args:
             usable: updates, which the server has received.
@@ -173,7 +173,7 @@ class SpotCheck:
 
     @contextmanager
     def without_trace(self, present: GlobalModel) -> Iterator[None]:
-        """Restore module, logs and random streams after the block."""
+        """Restore module, logged values and random generators after the block."""
         metrics, logs = MetricStates(metrics_of(self._module)), self._collector
         frozen = [p for p in self._module.parameters() if not p.requires_grad]
         values = [p.detach().clone() for p in frozen]
@@ -188,7 +188,7 @@ class SpotCheck:
                         param.copy_(value)
 
     def look(self, work: ClientWork, found: TrainedClient, start: GlobalModel) -> None:
-        """Train a client sequentially and compare the results.
+        """Train one client sequentially, and compare with its result from slots.
 
         Raises:
             EnginesDiffer: if the results differ by more than rounding.

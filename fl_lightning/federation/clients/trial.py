@@ -54,7 +54,7 @@ _NO_FULL_BATCH = (
 
 
 class Way(NamedTuple):
-    """A way to train clients, to be timed.
+    """A way to train clients whose time is measured.
 
     Attributes:
         sample: the clients' work.
@@ -121,7 +121,7 @@ class Trial:
 
     @property
     def longest(self) -> ClientWork:
-        """Work of the client with most steps."""
+        """Work of the client with the most local steps."""
         return max(self.work, key=lambda client: len(client.sizes))
 
     def speed_of(self, added: Speedup, seconds: float) -> float:
@@ -147,7 +147,7 @@ class Trial:
         return old / new
 
     def agreeing(self, stacking: StackedOptions) -> StackedOptions:
-        """Return options under which slots give a client's sequential result.
+        """Return slot options under which a client's result equals that of sequential training.
 
         Args:
             stacking: the wanted options; padding and direct layers are dropped if results differ.

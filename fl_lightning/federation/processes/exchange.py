@@ -47,7 +47,7 @@ class Report:
 
 
 def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | None) -> RoundRecord:
-    """Give all processes the results of all, and return the merged record; to be called by all of them.
+    """Share the results of a round among all processes, and return the merged record; every process calls this.
 
     Args:
         run: the run in this process.

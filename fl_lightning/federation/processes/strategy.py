@@ -226,7 +226,7 @@ class EvaluationLogs:
 
 
 def _without_padding(sampler: DistributedSampler[object], *, whole: bool) -> None:
-    """Set shares of unequal length, or, if ``whole``, all examples for every process.
+    """Give each process a share of the examples without repetitions, or, if ``whole``, all examples.
 
     So it is as well if a share would be empty: a process without a batch would not know the names of the
     metrics to reduce. Means over examples do not change.

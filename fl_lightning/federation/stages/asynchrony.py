@@ -1,4 +1,4 @@
-"""Which updates arrive for each step of an asynchronous server.
+"""Stages of an asynchronous server: arrivals of updates, stored model versions, staleness.
 
 Which client starts next depends on which client ends, never on weights: step v of the server
 aggregates the next K updates to arrive, each of a client that started from model version u ≤ v and

@@ -30,7 +30,7 @@ _OF_FORGERY = Traits(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Attackers(Ranged):
-    """Which clients attack, and how: on their examples, on their updates or on both.
+    """Simulated attackers: their number or ids, and their attacks on examples, on updates or on both.
 
     Args:
         fraction: fraction of all clients that attack, in [0, 1]; the number of clients is rounded.

@@ -42,7 +42,7 @@ _NAME = "correction"
 
 
 class Corrector(Learning, SpansNetwork):
-    """Holds what a correction needs between rounds.
+    """Stage of a correction such as SCAFFOLD: client states, their mean, and the gradient terms.
 
     With ``exact`` sums are bit-identical over any number of processes; it is lossy where what arrives of an
     update is not what was sent.
@@ -205,7 +205,7 @@ class Corrector(Learning, SpansNetwork):
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
     def before_step(self, record: RoundRecord) -> None:
-        """Add up what the clients have learnt; memories are committed apart."""
+        """Sum the changes of clients' states over all processes; the states themselves are committed elsewhere."""
         if self.correction.needs_mean and self._ranks.size > 1:
             sums = self._changes.sums()
             count = torch.full_like(sums[-1], self._num_changes)

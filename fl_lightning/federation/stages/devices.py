@@ -49,7 +49,7 @@ class SimulatedDevices(Stage):
 
 
 def simulated_time(options: Options, num_steps: Integers) -> tuple[Fleet | None, Arrivals | None]:
-    """Return the clients' simulated devices, and the order in which updates arrive at an asynchronous server.
+    """Return (simulated devices, arrivals at an asynchronous server) as the options ask for; each may be None.
 
     Args:
         options: of the federation.

@@ -143,7 +143,7 @@ class Personaliser(Stage):
         masks: Masks | None,
         mixing: Mixing | None = None,
     ) -> Tensor:
-        """Return the personal tensors after local steps that leave nothing else behind."""
+        """Train personal tensors by local steps that change nothing else, and return them."""
         steps = self._plan.steps(work)
         metrics, scale = MetricStates(self._metrics), self._local.round_start.scale()
         seed_global_generators(seed)

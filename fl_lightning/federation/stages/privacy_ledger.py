@@ -55,7 +55,7 @@ def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
 
 
 class Covers(NamedTuple):
-    """Words for the log on what ε covers and what it does not."""
+    """Sentences for the log on what ε protects and what it does not."""
 
     clip_norm: str  # the norm, and of what
     releases: str  # what is private
@@ -97,7 +97,7 @@ class PrivateStage(AroundFit):
 
     @abstractmethod
     def covers(self, trainer: Trainer) -> Covers:
-        """Return what ε covers and what it does not."""
+        """Return sentences on what ε protects and what it does not."""
 
     def _account(self, noise_multiplier: float | None) -> None:
         """Set the mechanism, the number of rounds that the budget allows, and ε at the end."""
@@ -264,7 +264,7 @@ class PrivateStage(AroundFit):
         }
 
     def _terms(self, mechanism: Accounted[Any], noise_multiplier: float) -> dict[str, str]:
-        """Return everything on which the cost of a round depends, by name."""
+        """Return all settings that determine the privacy cost of a round, by name."""
         options = vars(self.privacy)
         return {name: repr(options[name]) for name in options.keys() - _FREE} | {
             "privacy": type(self.privacy).__name__,

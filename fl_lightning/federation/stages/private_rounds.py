@@ -171,7 +171,7 @@ class PrivateRounds(PrivateStage):
         return mechanism.released(total, noise)
 
     def _of_first(self, numbers: Callable[[], Integers], like: Tensor) -> Tensor:
-        """Return integers that the first process draws, in all processes."""
+        """Draw integers in the first process, and return them in all processes."""
         found = torch.zeros_like(like)
         if self._ranks.rank == 0:
             found = torch.from_numpy(numbers()).to(like.device)

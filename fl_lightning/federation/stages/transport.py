@@ -83,7 +83,7 @@ class Transport(Stage):
         return arrival
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return about how many bytes a client uploads and downloads per round, without metrics."""
+        """Approximate bytes that a client uploads and downloads per round, without metrics."""
         up = self.path.typical_bytes(model.params, model.buffers.numel())
         return up, self.broadcast.send(model.params, model.buffers, 0).num_bytes
 
@@ -159,7 +159,7 @@ class SecureRounds(Stage):
         return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return about how many more bytes a client uploads and downloads to hide its update."""
+        """Approximate extra bytes that a client uploads and downloads to hide its update."""
         up, down = self.aggregator.typical_bytes(len(model.params), max(2, num_clients))
         none = model.params[:0]  # of buffers as well; metrics are not counted
         dense, empty = (bytes_up(ClientUpdate(0, p, none, 1, 1)) for p in (model.params, none))

@@ -313,7 +313,7 @@ def step_context(trainer: Trainer) -> StepContext:
 
 
 def extra_work(trainer: Trainer) -> str | None:
-    """Return why a step is more than forward, backward, clipping and step; None if it is not."""
+    """Return a reason if a local step does more than forward, backward, clipping and optimizer step; else None."""
     if not trainer.lightning_module.automatic_optimization:
         return f"{type(trainer.lightning_module).__name__} steps its optimizers by hand"
     optimizer = trainer.optimizers[0]

@@ -32,7 +32,7 @@ from fl_lightning.engines import STEPS_IN_SLOTS, CannotStack
 
 @dataclass
 class LocalCounts:
-    """Counters of the client that trains, as its Trainer shows them.
+    """Counters of batches and steps of the client that trains, which the Trainer shows to the module.
 
     Attributes:
         planned_steps: local steps of a round as schedules count them, N.
@@ -148,7 +148,7 @@ def count_locally(
 
 
 def counts_of(trainer: Trainer) -> LocalCounts:
-    """Return the counters of a Trainer in a federated fit."""
+    """Return a Trainer's per-client counters of batches and steps."""
     assert isinstance(trainer, _CountingTrainer)
     return trainer.local_counts
 
@@ -168,7 +168,7 @@ def counted(trainer: Trainer, work: ClientWork) -> Iterator[None]:
 
 
 def note_step(trainer: Trainer, index: int) -> None:
-    """Set the batch and the local step of a client that is visited."""
+    """Set the batch index and local step that the Trainer shows during a visit to a client."""
     if isinstance(trainer, _CountingTrainer):
         trainer.local_counts.batch = trainer.local_counts.step = index
 

@@ -159,7 +159,7 @@ _TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
-    """Return the function that prepares batches for steps (hooks, precision, device); None if none is needed."""
+    """Return a function that applies batch hooks, precision and device to a batch; None if nothing is to be done."""
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     precision, strategy = trainer.precision_plugin, trainer.strategy
     before = next(

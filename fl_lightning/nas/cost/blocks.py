@@ -51,7 +51,7 @@ def blocks_of(networks: Networks) -> CellBlocks | SizeBlocks:
 
 @final
 class CellBlocks:
-    """Blocks of a space of cells: operations on edges.
+    """Blocks of a cell space for latency tables: operations on edges.
 
     Args:
         space: space of cells.
@@ -118,7 +118,7 @@ class CellBlocks:
         candidates: Sequence[Candidate],
         *sizes: int,
     ) -> nn.Module:
-        """Return an edge with the operation that a row has after a shift, and record its kind."""
+        """Build an edge with one operation, chosen by row and shift, and record the kind of block."""
         operations = self._operations()
         operation = operations[(row + shift) % len(operations)]
         edge = candidates[operation](*sizes)

@@ -195,7 +195,7 @@ def measure_latency(
 
 
 def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list[Architecture]:
-    """Return `count` different random architectures.
+    """Draw `count` different architectures at random.
 
     Raises:
         ConfigurationError: if the space has fewer.

@@ -145,7 +145,7 @@ class Problem:
         return cache(self.cost)
 
     def excess(self, architecture: Architecture) -> float:
-        """Return the sum of the excesses of all constraints; 0 if all are met."""
+        """Return by how much an architecture exceeds its constraints, summed over them; 0 if all are met."""
         if not self.constraints:
             return 0.0
         costs = self.costs(architecture)
@@ -238,7 +238,7 @@ Excess = Callable[[Architecture], float]
 
 
 def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> Architecture:
-    """Return a local minimum of a loss: no change of a single decision lowers the loss.
+    """Find a local minimum of a loss over architectures: no change of a single decision lowers it.
 
     The minimum is global if the loss is a sum over decisions, as most costs are.
     """
@@ -299,7 +299,7 @@ def crossed(first: Architecture, second: Architecture, generator: torch.Generato
 
 
 def awake(architecture: Architecture, generator: torch.Generator) -> list[int]:
-    """Return the choices of an architecture, with random values for choices without effect.
+    """Return an architecture's choices; those without effect get random values.
 
     Choices of blocks beyond the depth of a stage have no effect. If they stayed 0, a mutation that
     makes the stage deeper would always add the smallest block.

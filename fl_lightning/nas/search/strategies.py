@@ -270,7 +270,7 @@ def _forest(scored: Sequence[Evaluated], generator: torch.Generator) -> Any:
 
 
 def _features(architectures: Sequence[Architecture]) -> npt.NDArray[np.int64]:
-    """Return a row per architecture: positions of sizes, -1 without effect; operations one-hot."""
+    """Encode architectures as rows of numbers: sizes by index, -1 if without effect; operations one-hot."""
     space = architectures[0].space
     choices = np.array([one.choices for one in architectures])
     if isinstance(space, SizeSpace):

@@ -45,7 +45,7 @@ MakeEdge = Callable[[int, Sequence[Candidate], int, int, int], nn.Module | None]
 
 @dataclass(frozen=True)
 class Row:
-    """An edge with its own decision.
+    """An edge of a cell with an operation of its own: a row of α.
 
     Attributes:
         cell: kind of the cell, e.g. ``"normal"``.
@@ -111,7 +111,7 @@ def next_node(edges: nn.ModuleDict, nodes: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RowCosts:
-    """One cost of the networks of a space of cells, as a sum over rows.
+    """One cost measure of the networks of a cell space, as a sum over edges.
 
     Attributes:
         fixed: cost of everything except the choices.
@@ -179,7 +179,7 @@ class CellSpace(SearchSpace):
         return self.operations[operation]
 
     def masked(self, alpha: Tensor) -> Tensor:
-        """Return α with logits of operations that a row lacks set to (nearly) -∞; unchanged by default."""
+        """Return α with a very low logit for operations that are not allowed on an edge; unchanged by default."""
         return alpha
 
     def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""Choices in a network: sizes with several options, one of which is current when the network runs.
+"""Choices of layer sizes, each with several options; a network runs with one option of every choice.
 
 A layer whose size is a choice is built for the largest option and runs with the current one, see `elastic`.
 So all networks of a space share one set of weights. In the network of one architecture sizes are numbers.
@@ -23,7 +23,7 @@ Number = int | float
 
 
 class OpenSize:
-    """A size that is computed from choices, e.g. ``width * 4``.
+    """A layer size that depends on choices, e.g. ``width * 4``.
 
     Example:
         >>> width = ValueChoice([16, 32], label="width")
@@ -40,12 +40,12 @@ class OpenSize:
 
     @property
     def now(self) -> Any:
-        """Value under the current choices."""
+        """The size that the current choices give."""
         return self._compute(*map(now, self._inputs))
 
     @property
     def most(self) -> Any:
-        """Value if every choice has its last option."""
+        """The size if every choice has its last option."""
         return self._compute(*map(most, self._inputs))
 
     def __mul__(self, factor: Size) -> OpenSize:
@@ -204,7 +204,7 @@ def is_open(*sizes: Any) -> bool:
 
 
 def now(size: Size) -> Any:
-    """Return the current value of a size."""
+    """Return a size as a number, under the current choices."""
     return size.now if isinstance(size, OpenSize) else size
 
 

@@ -266,7 +266,7 @@ def _centre(weight: Tensor, larger: int, smaller: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Softmax self-attention whose features and heads may be choices.
+    """Softmax self-attention whose width and number of heads may be choices.
 
     Args:
         features: number of input and output features.

@@ -1,4 +1,4 @@
-"""Conversion of a name, a class with settings, or a file to a space, and back to class and settings."""
+"""Search spaces from a name, a class path or a YAML file, and their description for a YAML file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ mean 'nas_bench_201'?
 
 
 def described_space(description: Any) -> SearchSpace:
-    """Return the space of a mapping with ``class_path`` and ``init_args``.
+    """Build a search space from a mapping with ``class_path`` and ``init_args``.
 
     Raises:
         ConfigurationError: if the class is missing or no space, or the settings are invalid.
@@ -94,7 +94,7 @@ def described_space(description: Any) -> SearchSpace:
 
 
 def description(space: SearchSpace) -> dict[str, Any]:
-    """Return ``class_path`` and ``init_args`` of a space as numbers, strings, lists and mappings.
+    """Describe a search space as a mapping with ``class_path`` and ``init_args``, as YAML can hold it.
 
     Class paths are those that users write; empty ``init_args`` are left out.
 

@@ -85,7 +85,7 @@ class _Input(nn.Module):
 
 @final
 class InputChoice(LayerChoice):
-    """Choice of one of several inputs of the same shape; ``forward`` takes a list of tensors.
+    """Choice of one of several input tensors of the same shape; ``forward`` takes them as a list.
 
     Args:
         num_inputs: number of inputs, at least two.

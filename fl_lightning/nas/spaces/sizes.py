@@ -36,7 +36,7 @@ class SizeSpace(SearchSpace):
 
     @cached_property
     def found(self) -> Building:
-        """Choices of the network, and the repeated blocks around each."""
+        """All size choices of the network, each with the repeated blocks that contain it."""
         with torch.device("meta"), Building() as found:
             self.network(num_classes=10, in_channels=3)
         return found

@@ -88,7 +88,7 @@ class SearchSpace(ABC):
 
     @property
     def separators(self) -> tuple[str, ...]:
-        """Texts before each option in a string, and after the last; by default ``name=option|name=option``."""
+        """Separators in an architecture's string: before each option, and after the last; by default ``name=option|…``."""
         names = [f"{decision.name}=" for decision in self.decisions]
         return (*names[:1], *(f"|{name}" for name in names[1:]), "")
 

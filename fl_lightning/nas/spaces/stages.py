@@ -115,7 +115,7 @@ class StagedSpace(SizeSpace):
         return tuple(stages)
 
     def texts(self, choices: Sequence[int]) -> dict[str, str]:
-        """Return the letter and number of every size, by label."""
+        """Return the text of every size, a letter and a number such as ``k7``, by label."""
         options = zip(self.decisions, self.kinds, choices, strict=True)
         return {
             decision.name: self.letters.get(kind, "") + decision.options[choice]
@@ -172,7 +172,7 @@ def blocks_of(piece: Any) -> tuple[Piece, ...]:
 
 
 def made(piece: Any) -> nn.Module:
-    """Return the module of a piece."""
+    """Construct the module of one piece of a network."""
     if isinstance(piece, list):
         return nn.Sequential(*map(made, piece))
     if isinstance(piece, RepeatedBlocks):

@@ -75,7 +75,7 @@ def first(whole: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with parameters or buffers of their own."""
+    """Yield the modules that directly own parameters or buffers."""
     for name, layer in network.named_modules():
         if next(_own_tensors(layer), None) is not None:
             yield name, layer
@@ -88,7 +88,7 @@ def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Channels:
-    """Inner channels of a block.
+    """Inner channels of a block, which can be reordered without changing the block's output.
 
     Attributes:
         out: layers that put the channels out, norms among them.
@@ -101,7 +101,7 @@ class Channels:
     features: int = 1
 
     def places(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield views of all tensors that have the channels as a dimension, with its index."""
+        """Yield (tensor, dimension) for all weights and buffers in which these channels are a dimension."""
         for layer in self.out:
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
                 if tensor.ndim:  # a batch norm counts its batches in a scalar

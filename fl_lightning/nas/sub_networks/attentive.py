@@ -139,6 +139,6 @@ class CostBins:
 
 @lru_cache(maxsize=4)  # a pure function that takes two seconds
 def bins_by_flops(networks: Networks, **options: int) -> CostBins:
-    """Return the bins of multiply-adds of networks; options are those of `CostBins`."""
+    """Return cost bins by multiply-adds, from the FLOPs of randomly drawn sub-networks."""
     space: Any = networks.space
     return CostBins(space, lambda one: networks.cost(one).flops, **options)

@@ -1,4 +1,4 @@
-"""Capabilities of clients: a budget for each client, and the largest sub-network within it.
+"""Budgets of clients' devices, and the largest sub-network that each client can afford.
 
     limit of a client = the largest sub-network within the client's budget   (`largest_within`)
     a client trains the sub-networks inside the limit, and holds the coordinates of all of them
@@ -40,7 +40,7 @@ from fl_lightning.nas.spaces.space import Architecture, Networks
 
 
 class Budget(NamedTuple):
-    """Largest cost that a client affords.
+    """Upper bound on the cost of the networks that a client trains.
 
     Attributes:
         amount: in the measure of the capability, or in milliseconds if there is a latency file.

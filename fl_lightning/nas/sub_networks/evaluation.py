@@ -85,7 +85,7 @@ def recalibrated(
     seed: int,
     remote: RemoteSums | None = None,
 ) -> tuple[list[Sums], int] | None:
-    """Compute the batch norm sums of sub-networks over the training examples; all processes call this.
+    """Sum up the batch norm statistics of sub-networks over the training examples; all processes call this.
 
     The network does not change.
 
@@ -146,7 +146,7 @@ def _run(network: nn.Module, context: Context, architecture: Any, batch: Any) ->
 
 
 def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]) -> Sums:
-    """Return the sums of every batch norm that runs; the network does not change.
+    """Sum up counts, inputs and squared inputs of every batch norm that runs, per channel; the network does not change.
 
     Args:
         network: network with batch norms.
@@ -170,7 +170,7 @@ def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterabl
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Add the sums of one sub-network over two sets of examples.
+    """Merge the batch norm sums of one sub-network over two sets of examples.
 
     Raises:
         ConfigurationError: if the sums are of sub-networks of different sizes.
@@ -183,7 +183,7 @@ def add_sums(left: Sums, right: Sums) -> Sums:
 
 
 def apply_sums(network: nn.Module, sums: Sums) -> None:
-    """Write the statistics of sums into the batch norms of a network.
+    """Compute means and variances from sums, and write them into a network's batch norms.
 
     Args:
         network: a plain network, or a supernet, where only the first channels are written.
@@ -202,7 +202,7 @@ def apply_sums(network: nn.Module, sums: Sums) -> None:
 
 @contextmanager
 def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
-    """Context in which batch norms use the statistics of sums; for evaluation mode.
+    """Context in which batch norms normalise by means and variances computed from sums; for evaluation mode.
 
     Args:
         network: network with the batch norms; layers that the sums do not name are unchanged.

@@ -1,4 +1,4 @@
-"""Methods that train a network of all sizes: choice of sub-networks and loss of a step.
+"""Training methods for a network with sub-networks of all sizes: which sub-networks a step trains, and its loss.
 
     RandomPath   CE(s_i, y)                                          s_i drawn uniformly
     Shrinking    CE(largest, y), CE(s_i, y) + λ KD(s_i, largest)     s_i drawn from the options of a round
@@ -254,7 +254,7 @@ class Shrinking(Method):
         return sum(round_ >= start for start in self.starts(space, num_rounds)[1:])
 
     def kept(self, space: SizeSpace, round_: int, num_rounds: int = 0) -> list[int]:
-        """Number of options of each decision in a round, counted from the largest."""
+        """Number of options that each decision may take in a round; the largest options come first."""
         left, most = self.phase(space, round_, num_rounds), space.most_options
         joined = dict.fromkeys(most, 0)
         for name in self.order_in(space):

@@ -59,7 +59,7 @@ class CurrentClient(Stage):
 
 
 class SubNetworkRounds(Callback):
-    """Callback that a `OneShot` adds itself; see the module's docstring.
+    """Callback of every `OneShot`: client budgets, sorting of channels, recalibration of batch norm.
 
     Attributes:
         unprotected: description of the values of clients that ε does not cover; None if there are none.
@@ -79,7 +79,7 @@ class SubNetworkRounds(Callback):
 
     @property
     def client(self) -> int | None:
-        """Number of the client that trains now; None in a central run."""
+        """Id of the client that trains now; None in a central run."""
         return None if self._current is None else self._current.client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

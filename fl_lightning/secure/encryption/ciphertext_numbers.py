@@ -326,7 +326,7 @@ class LinearTags:
         return np.array(numbers, object).reshape(count, NUM_TAGS, len(self._primes))
 
     def _products(self, numbers: Numbers) -> npt.NDArray[np.object_]:
-        """Return Σ_j r_j c_j, whole numbers of shape (NUM_TAGS, P)."""
+        """Return the random linear combinations Σ_j r_j c_j that tags hide, whole numbers of shape (NUM_TAGS, P)."""
         blocks = numbers.reshape(len(self._primes), -1, self._factors.shape[-1])
         low, high = (
             (self._factors * half).sum(-1, dtype=np.uint64).astype(object).sum(-1)

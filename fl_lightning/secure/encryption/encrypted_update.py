@@ -132,7 +132,7 @@ class CKKSLayout:
         return torch.split(values, self.parameters.slots) if len(values) else ()
 
     def parted(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the coordinates to encrypt, and those in clear."""
+        """Split an update's values into those to encrypt and those sent in clear."""
         if self.selected is None:
             return values, values[:0]
         is_clear = torch.ones(self.size, dtype=torch.bool)

@@ -210,7 +210,7 @@ class SecureServer:
             )
 
     def _check(self, place: int, message: AnyMessage) -> None:
-        """Raise ValueError if a message would make other clients fail."""
+        """Raise ValueError for a client's message that would make other clients fail."""
         near = self._graph.get(place, frozenset())
         if isinstance(message, SealedShares) and (
             message.boxes.keys() != near or message.hashes.keys() != near | {place}

@@ -157,7 +157,7 @@ class QFedAvg(ByLosses):
         self._loss(update)
 
     def _loss(self, update: ClientUpdate) -> float:
-        """Return F_k; 1 if q is 0.
+        """Return the client's reported loss F_k; 1 if q is 0.
 
         Raises:
             ClientFailure: if the loss is negative, missing or not finite, or F_k^q overflows.
@@ -180,7 +180,7 @@ class QFedAvg(ByLosses):
         return loss
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return F_k^q, times the examples if wanted, and add the update's term of the denominator.
+        """Return the weight F_k^q, times the number of examples if wanted; also add the update's term of the denominator.
 
         Raises:
             ClientFailure: as `check_loss`.
@@ -241,7 +241,7 @@ class TiltedMean(ByLosses):
         self.weight(update)
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return e^(t F_k), times the examples if wanted.
+        """Return the weight e^(t F_k), times the number of examples if wanted.
 
         Raises:
             ClientFailure: if the exponential overflows, or the loss is missing or not finite.
@@ -320,7 +320,7 @@ class AFL(ByLosses):
 
     @property
     def weights(self) -> dict[int, float]:
-        """λ of every client that has been in a round, by client id."""
+        """Mixture weight λ of every client that has taken part, by client id."""
         shares = self._shares()
         return {client: share / len(shares) for client, share in shares.items()}
 
@@ -344,7 +344,7 @@ class AFL(ByLosses):
         return reported_loss(update) if self.step else 0.0
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the client's λ, and remember its loss.
+        """Return the client's mixture weight λ, and store its loss for the step on λ.
 
         Raises:
             ClientFailure: if the client reported no finite loss.
@@ -359,7 +359,7 @@ class AFL(ByLosses):
         }
 
     def close(self) -> Tensor:
-        """Return the mean, and step λ."""
+        """Return the weighted mean, and update λ by a projected gradient step."""
         clients = sorted(self._before.keys() | self._losses.keys())
         shares = np.array([self._before.get(client, 1.0) for client in clients])
         if self.step:

@@ -113,7 +113,7 @@ def krum_scores(distances: Floats, num_attackers: int) -> Floats:
 @final
 @dataclass
 class Bulyan(AgainstAttackers):
-    """The mean of Krum's choices around their median, coordinate by coordinate.
+    """Bulyan: among updates that Krum chooses, the mean of the values nearest to the median, per coordinate.
 
     Args:
         num_attackers: f ≥ 0; a round needs at least 4f + 3 updates.

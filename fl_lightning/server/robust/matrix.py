@@ -126,7 +126,7 @@ class UpdateRows(Rows):
         )
 
     def _keep(self, delta: Tensor) -> Floats | int:
-        """Return a copy of a delta, or the place in the file to which it is written."""
+        """Copy a delta, or write it to the temporary file and return its place there."""
         row: Floats = delta.detach().cpu().numpy().astype(self.dtype, copy=True)
         if len(self) < self._num_in_memory:
             return row

@@ -1,4 +1,4 @@
-"""Active entries of tensors as indices, and the buffers in which an optimizer moves them.
+"""Active entries of tensors as indices, and buffers in which an optimizer updates them.
 
     read: v = p[active], g = ∇[active]        move v by g        write: p[active] = v
 
@@ -41,7 +41,7 @@ class Split:
 
     @classmethod
     def of(cls, mask: Tensor | None) -> Split:
-        """Convert a mask (True for active entries; None for all) into the cheaper form.
+        """Convert a mask (True for active entries; None for all) into active or frozen indices, whichever are fewer.
 
         Example:
             >>> Split.of(torch.tensor([True, False, False])).active.tolist()

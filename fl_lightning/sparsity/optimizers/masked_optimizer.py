@@ -70,7 +70,7 @@ class MaskedOptimizer(Optimizer, ABC):
         values: list[Tensor],
         grads: list[Tensor],
     ) -> None:
-        """Apply torch's rule to values in place.
+        """Apply the optimizer's update rule from PyTorch to values, in place.
 
         Args:
             group: the parameter group with the options.
@@ -82,7 +82,7 @@ class MaskedOptimizer(Optimizer, ABC):
     def move_in_place(
         self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Move active entries in place if there is a faster way; return the other parameters.
+        """Update active entries in place where a faster way exists; return the parameters that remain.
 
         Args:
             group: the parameter group with the options.

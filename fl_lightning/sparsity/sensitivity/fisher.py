@@ -61,7 +61,7 @@ class SampledFisher(SquaredGradients):
         check_range("num_samples", self.num_samples, "at least 1 label per example")
 
     def given(self, seed: int) -> Given:
-        """Return a function that draws uniform numbers in [0, 1), one per label."""
+        """Return a function that draws a uniform number in [0, 1) for each label to sample."""
         generator = numpy_generator(seed, "sampled labels")  # read in the order of the examples
 
         def draws(_: Any, size: int) -> Tensor:

@@ -53,7 +53,7 @@ class Scoring:
         check_range("memory_limit", self.memory_limit, "at least 1 byte", advice)
 
     def memory_on(self, device: torch.device) -> int:
-        """Memory limit on a device, in bytes."""
+        """Memory in bytes that scoring may use on a device."""
         default = 2**26 if device.type == "cpu" else 2**31
         return default if self.memory_limit is None else self.memory_limit
 

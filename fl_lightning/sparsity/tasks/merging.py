@@ -65,7 +65,7 @@ class MaskCounts:
         self.num_masks += 1
 
     def where(self, lets_move: Callable[[Tensor], Tensor]) -> Mask:
-        """Mask of the entries for whose counts a function is true.
+        """Mask of the entries whose count fulfils a condition, e.g. ``lambda count: count > 3``.
 
         Raises:
             ConfigurationError: if there is no mask.
