@@ -441,9 +441,7 @@ class TestAStage:
         class Pulls(Corrector):
             pass
 
-        with pytest.raises(
-            ConfigurationError, match="Pulls is of a kind that is for the block's corrections"
-        ):
+        with pytest.raises(ConfigurationError, match="Pulls is a Corrector or Personaliser, which"):
             run(stages=[Pulls(FedProx(mu=1.0))])
 
     @pytest.mark.parametrize("key", ["server", "updates", "mine"])

@@ -135,8 +135,8 @@ def _check_options(words: Sequence[str]) -> None:
 def _check_search(path: Path, keys: Sequence[Any]) -> None:
     if "space" not in keys and any(key in keys for key in _OF_RUNS):
         raise ConfigurationError(
-            f"{path} has no space of values to try, as a search has: fl-lightning sweep --search "
-            "sweeps/quickstart is one"
+            f"{path} has no space, the values to try in a search: see fl-lightning configs copy "
+            "sweeps/quickstart"
         )
 
 

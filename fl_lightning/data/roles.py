@@ -160,7 +160,7 @@ def partners(training: FlatShards, search: FlatShards) -> Tensor:
     if len(lonely):
         raise ConfigurationError(
             f"search_fraction: client {lonely[0]} has one example, and a search needs two per "
-            "client, one for the weights and one for the choices: use a partition with more "
+            "client, one for the weights and one for the architecture: use a partition with more "
             "examples per client"
         )
     mine, theirs = training.indices, search.indices

@@ -133,8 +133,8 @@ def _check_identity(study: optuna.Study, now: Mapping[str, Any], where: str) -> 
     if found:
         more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
         raise ConfigurationError(
-            f"the study {study.study_name!r} in {_without_password(where)} is of another search, "
-            f"whose trials would not be comparable: {'; '.join(found[:_MOST_SHOWN])}{more}. Give "
+            f"the study {study.study_name!r} in {_without_password(where)} belongs to another search, "
+            f"whose trials are not comparable: {'; '.join(found[:_MOST_SHOWN])}{more}. Give "
             "another --out or --name, or the search of that study"
         )
 

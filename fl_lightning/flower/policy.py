@@ -213,7 +213,7 @@ class Policy:
         if num_clients < self.fewest_in_secure_sum:
             raise Refused(
                 f"fewest_in_secure_sum is {self.fewest_in_secure_sum} at this site, and the sum is "
-                f"over {num_clients} clients: ask larger cohorts"
+                f"over {num_clients} clients: use larger cohorts"
             )
 
     def check_unprotected(self, what: str) -> None:

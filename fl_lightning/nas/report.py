@@ -318,9 +318,8 @@ def _check_one_device(world_size: int) -> None:
     """Raise ConfigurationError for a central search in several processes."""
     if world_size > 1:
         raise ConfigurationError(
-            f"a search without federation trains in one process, got {world_size}: each would move an alpha "
-            "of its own. Set trainer.devices to 1, or add a federation block, whose clients train in all "
-            "of them"
+            f"a search without federation trains in one process, got {world_size}: each would have its own "
+            "alpha. Set trainer.devices to 1, or add a federation block, whose clients train in all processes"
         )
 
 

@@ -154,7 +154,7 @@ class EncryptedMean(HiddenUpdates):
             raise ConfigurationError(f"EncryptedMean: {error}") from error
         if paillier is not None and degree != _DEGREE:
             raise ConfigurationError(
-                f"EncryptedMean: degree {degree} is of CKKS, and paillier takes its place: leave one out"
+                f"EncryptedMean: degree {degree} is an option of CKKS, which paillier replaces: leave one out"
             )
         self.fraction, self.max_examples, self.paillier = fraction, max_examples, paillier
         self.terms = Terms(most_clients=2)
@@ -179,8 +179,8 @@ class EncryptedMean(HiddenUpdates):
     def begin(self, terms: Terms) -> None:
         if terms.num_processes > 1:
             raise ConfigurationError(
-                f"EncryptedMean adds what is encrypted with one key, and {terms.num_processes} "
-                "processes would each make their own: set trainer.devices to 1"
+                f"EncryptedMean encrypts all updates with one key, and {terms.num_processes} processes "
+                "would have a key each: set trainer.devices to 1"
             )
         self.terms = terms
         self._most = terms.most_clients * self.max_examples

@@ -128,8 +128,8 @@ class UpdatePath(_Way):
         feedbacks = [step for step in steps if isinstance(step, ErrorFeedback)]
         if feedbacks and steps[-1] is not feedbacks[0]:
             raise ConfigurationError(
-                "federation.updates: ErrorFeedback must come last, and once: what follows it would "
-                "lose what it cannot remember. Put those transforms inside it"
+                "federation.updates: ErrorFeedback must come last, and once: it does not see the errors "
+                "of transforms that follow it. Put those transforms inside it"
             )
         before = Chain(tuple(step for step in steps if isinstance(step, Transform)))
         super().__init__(seed, before, Chain(feedbacks[0].parts if feedbacks else ()))

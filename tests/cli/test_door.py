@@ -91,7 +91,7 @@ def answer(*words, folder="."):
         (["fit", "--config", "sweeps/quickstart"], "use fl-lightning sweep --search", 2),
         (["fit"], "fit needs a configuration: --config quickstart", 2),
         (["fit", "--federation.agregator", "Krum"], "Did you mean 'aggregator'?", 2),
-        (["sweep", "--search", "quickstart"], "has no space of values to try", 2),
+        (["sweep", "--search", "quickstart"], "has no space, the values to try in a search", 2),
         (["configs", "copy", "fedprx"], "there is no 'fedprx'", 2),
         (["init", "my-project"], "cannot be the name of a Python package", 2),
         (["init", "mine", "--template", "audio"], "one of images, text, tabular, llm", 2),
@@ -314,7 +314,7 @@ CLASS = "Give a class by class_path, and its options by init_args."
     ("words", "says"),
     [
         (["--num_threads=many"], "num_threads must be a whole number above 0 or null, got many"),
-        (["--batch_size=many"], "batch_size must be a whole number above 0"),
+        (["--batch_size=many"], "batch_size must be a whole number above 0, got many"),
         (["--trainer=3"], "trainer must be a mapping of options, got 3"),
         (["--lr=x"], "lr must be a number or null, got x"),
         (["--lrr=1"], "lrr: 'lrr' is not accepted, got 1. Did you mean 'lr'?"),
@@ -325,8 +325,8 @@ CLASS = "Give a class by class_path, and its options by init_args."
         (
             ["--federation.updates=['TopK(0.1)']"],
             (
-                "federation.updates must be a list (each entry a Transform or an ErrorFeedback) or null, got "
-                f"['TopK(0.1)']. {CLASS} Did you mean fl_lightning.updates.TopK?"
+                "federation.updates[0] must be a Transform or an ErrorFeedback, got TopK(0.1). "
+                f"{CLASS} Did you mean fl_lightning.updates.TopK?"
             ),
         ),
         (
@@ -393,6 +393,22 @@ CLASS = "Give a class by class_path, and its options by init_args."
             ),
         ),
         (
+            ["--trainer.callbacks=[lightning.pytorch.callbacks.Timer, EarlyStoping]"],
+            "trainer.callbacks[1] must be a Callback, got EarlyStoping. ",
+        ),
+        (
+            [
+                "--trainer.callbacks=[lightning.pytorch.callbacks.Timer, {class_path: "
+                "lightning.pytorch.callbacks.EarlyStopping, init_args: {montor: loss}}]"
+            ],
+            "trainer.callbacks[1].init_args.montor: 'montor' is not accepted by EarlyStopping. Did you",
+        ),
+        (
+            ["--trainer={default_root_dir: 3}"],
+            "trainer.default_root_dir must be text or a path or null, got 3",
+        ),
+        (["--batch_size=0"], "batch_size must be a whole number above 0, got 0"),
+        (
             ["--trainer.callbacks=EarlyStoping"],
             "Did you mean lightning.pytorch.callbacks.EarlyStopping?",
         ),
@@ -440,7 +456,7 @@ def test_names_of_classes_of_other_modules_are_left_to_the_parser():
 
 ENDLESS = {
     "cycle": ("trainer: &a {x: *a}", "trainer.x refers to itself"),
-    "list": ("trainer: &u [*u]", "trainer.0 refers to itself"),
+    "list": ("trainer: &u [*u]", "trainer[0] refers to itself"),
     "deep": ("trainer: " + "[" * 3000 + "]" * 3000, "nested deeper than 64"),
     "steps": ("- " * 3000 + "x", "nested deeper than 64"),
     "digits": ("num_threads: " + "9" * 400, "num_threads must have at most 40 digits, got 400"),
@@ -448,7 +464,7 @@ ENDLESS = {
     "thousands": ("num_threads: " + "9" * 6000, "at most 40 digits"),
     "bomb": ("\n".join(["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]), "more than"),
     "twice": ("trainer:\n  max_epochs: 1\n  devices: 1\n  max_epochs: 2\n", "trainer.max_epochs stands in line 2 and again in line 4: keep one of them"),
-    "twice in a line": ("federation: {updates: [Sign, {class_path: TopK, class_path: Sign}]}", "federation.updates.1.class_path stands in line 1 and again: keep"),
+    "twice in a line": ("federation: {updates: [Sign, {class_path: TopK, class_path: Sign}]}", "federation.updates[1].class_path stands in line 1 and again: keep"),
     "tab": ("trainer:\n\tmax_epochs: 1", "is not valid YAML"),
 }  # fmt: skip
 

@@ -53,7 +53,7 @@ def frozen():
         (lambda: Personal(["4.*"]).names(frozen()), "net.4.weight and all else .* does not train"),
         (lambda: Personal("head.*"), r"write parameters=\['head.\*'\]"),
         (lambda: Personal(["4.*"], own_epochs=-1), "own_epochs must be at least 0"),
-        (lambda: Personal(own_epochs=1), "parameters must name what stays with a client"),
+        (lambda: Personal(own_epochs=1), "parameters must name the parameters that stay with a client"),
         (lambda: Ditto(pull=-1), "pull must be at least 0 and finite, got -1"),
         (lambda: Ditto(pull=float("inf")), "pull must be at least 0 and finite, got inf"),
         (lambda: APFL(mixture=1.5), r"mixture must be in \[0, 1\], got 1.5"),

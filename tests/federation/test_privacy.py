@@ -448,7 +448,7 @@ def test_local_noise_is_in_the_sum_and_the_server_adds_none():
 
 def test_too_few_shares_are_not_released():
     privacy = DistributedDP(clip_norm=0.1, noise_multiplier=2.0, min_shares=5, secure_noise=False)
-    with pytest.raises(RoundFailure, match="too little together"):
+    with pytest.raises(RoundFailure, match="noise together is too small"):
         run(1, privacy=privacy, cohort=UniformCohort(size=3))
 
 

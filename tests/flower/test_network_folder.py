@@ -139,7 +139,7 @@ def test_keys_that_sites_have_made_stay_with_them(tmp_path, monkeypatch, capsys)
     key = load_ssh_private_key(Path("a", "key").read_bytes(), None)
     public = load_ssh_public_key((made.server / "keys" / "a.pub").read_bytes())
     assert key.public_key() == public
-    with pytest.raises(SystemExit, match="a/key is there: keys are never overwritten"):
+    with pytest.raises(SystemExit, match="a/key exists: keys are never overwritten"):
         main(["network", "keys", "--folder", "a", "--site", "a"])
 
 

@@ -78,7 +78,7 @@ def test_only_the_owner_can_reach_it(resident, folder):
     open_folder = folder / "open"
     open_folder.mkdir()
     open_folder.chmod(0o755)
-    with pytest.raises(ConfigurationError, match="others can open"):
+    with pytest.raises(ConfigurationError, match="other users can open"):
         resident(name="open/a")
 
 

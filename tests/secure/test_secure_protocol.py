@@ -242,7 +242,7 @@ def without(table, *places):
             ProtocolStage.SHARE,
             False,
             lambda m: replace(m, keys=without(m.keys, 5)),
-            "keys of oneself and one's neighbours",
+            "keys of this client and its neighbours",
         ),
         (
             ProtocolStage.SHARE,
@@ -284,7 +284,7 @@ def without(table, *places):
             ProtocolStage.MASK,
             False,
             lambda m: replace(m, sharers=m.sharers - {0}),
-            "with oneself among them",
+            "this client among them",
         ),
         (
             ProtocolStage.REVEAL,
@@ -382,7 +382,7 @@ def test_a_client_with_too_few_neighbours_refuses():
             m.sharers - set(near[:2]), without(m.boxes, *near[:2]), without(m.hashes, *near[:2])
         ),
     )
-    with pytest.raises(RefusedError, match="too few neighbours: 2 shared, and oneself"):
+    with pytest.raises(RefusedError, match="too few neighbours: 2 shared besides this client"):
         clients[0].receive(told)
 
 

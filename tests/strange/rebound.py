@@ -195,7 +195,7 @@ CHANGES = [
     ("RegisteredAnew", Changes, one(LONG), registered_anew, {}),
     ("SharedInPlace", Shares, one(LONG), write(lambda n: n.add_(1)), {}),
     ("SharedBothRebound", Shares, one(FLOAT), both, {}),
-    ("SharedOneRebound", Shares, one(FLOAT), put("n", plus_one), "were one tensor and are two"),
+    ("SharedOneRebound", Shares, one(FLOAT), put("n", plus_one), "were the same tensor"),
     ("Nothing", Changes, one(LONG), put("n", lambda n: None), BEHIND + "|NoneType"),
     ("Grows", Changes, one(FLOAT, 2), put("n", lambda n: torch.cat([n, n[:1]])), BEHIND),
     ("Resized", Changes, one(FLOAT, 2), write(lambda n: n.resize_(1)), BEHIND),

@@ -131,8 +131,8 @@ class Personal(Personalisation):
             )
         if not (self.parameters or self.head or self.norms):
             raise ConfigurationError(
-                f"Personal: parameters must name what stays with a client, got {list(self.parameters)}: "
-                "name some, or set head or norms to true"
+                f"Personal: parameters must name the parameters that stay with a client, got "
+                f"{list(self.parameters)}: name some, or set head or norms to true"
             )
 
     def names(self, module: nn.Module) -> list[str]:

@@ -248,6 +248,6 @@ def _refuse_changed(optimizer: Optimizer, tensors: list[tuple[str, Tensor, int]]
         if tensor._version != version:
             raise ConfigurationError(
                 f"the optimizer {type(optimizer).__name__} changes a tensor in its attribute {name}, "
-                "which would pass from client to client: keep it in optimizer.state, which is empty "
-                "when a client starts"
+                "which the next client would start with: keep it in optimizer.state, which is empty when "
+                "a client starts"
             )

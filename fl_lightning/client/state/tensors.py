@@ -197,8 +197,8 @@ class ModuleTensors:
             if known[0] != path and not same_value(present.detach(), known[1]):
                 self.put_back()
                 raise ConfigurationError(
-                    f"{known[0]} and {path} were one tensor and are two after training_step, which "
-                    "replaces only one of them: have it write in place, or make them two"
+                    f"{known[0]} and {path} were the same tensor, and training_step has replaced only one of "
+                    "them: write in place, or use two tensors from the start"
                 )
         with torch.no_grad():
             for tensor, memory in moved.items():

@@ -164,7 +164,7 @@ class SizedCohort(Cohort):
         if self.max_size is not None and self.max_size < (self.size or self.min_size):
             raise ConfigurationError(
                 f"max_size must be at least size and min_size, {self.size or self.min_size}, got "
-                f"{self.max_size}: it limits what fraction gives"
+                f"{self.max_size}: it limits the size that fraction gives"
             )
 
     def expected_size(self, num_clients: int) -> int:

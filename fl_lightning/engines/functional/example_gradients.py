@@ -254,8 +254,8 @@ class _Before:
             owner, _, own_name = name.rpartition(".")
             setattr(self._module.get_submodule(owner), own_name, param)
         raise ConfigurationError(
-            f"federation.privacy ExampleDP: training_step sets parameters itself ({changed[0]}), "
-            "which nobody clips: have it return a loss and leave them to the optimizer"
+            f"federation.privacy ExampleDP: training_step changes parameters itself ({changed[0]}), a "
+            "change that is not clipped: return a loss, and leave parameters to the optimizer"
         )
 
 

@@ -135,8 +135,8 @@ def _explaining_errors(target: Path) -> Iterator[None]:
         free = _free_megabytes(target.parent)
         reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
         raise CheckpointFailure(
-            f"{target} could not be written: {reason} ({free}). The checkpoint before it is whole: "
-            "make room, or let the folder be written to, and go on with ckpt_path: last"
+            f"{target} could not be written: {reason} ({free}). The previous checkpoint is intact: "
+            "free space or make the folder writable, and resume with ckpt_path: last"
         ) from error
 
 

@@ -94,9 +94,9 @@ class StateRehearsal:
         for client in self.failures.keys() & ended:
             error = self.failures.pop(client)
             warnings.warn(
-                f"state: the first steps of client {client} raised {type(error).__name__}: {error}, when they were "
-                "rehearsed to find out which buffers they change, and did not when it trained: training_step "
-                "is to do the same whenever it is called, and federation.client_state can name the buffers",
+                f"state: a rehearsal of client {client}'s first steps, which finds the buffers that they change, "
+                f"raised {type(error).__name__}: {error}; in training the client did not fail. Make training_step "
+                "do the same in every call, or name the buffers in federation.client_state",
                 stacklevel=2,
             )
 

@@ -92,7 +92,7 @@ class Attackers(Ranged):
         """Poison the attackers' training data, until `FederatedDataModule.poison` is called again."""
         if self.poison is None and self.forge is None:
             raise ConfigurationError(
-                "federation.attackers: give poison, forge or both, else nobody attacks"
+                "federation.attackers: give poison, forge or both, else there is no attack"
             )
         if self.poison is not None:
             data.poison(self.choose(len(data.clients)), self.poison, run_seed(self.seed))

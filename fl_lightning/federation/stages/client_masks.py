@@ -105,8 +105,8 @@ class AdapterRounds(Stage):
         """Find the adapters."""
         if self._options.server_optimizer is not fedavg_optimizer:
             raise ConfigurationError(
-                f"{self._name} sets adapters to what its equation says, and server_optimizer would step "
-                "elsewhere: leave server_optimizer out"
+                f"{self._name} computes the new adapters itself, which a server_optimizer would change: leave "
+                "server_optimizer out"
             )
         self._module = run.module
         self._aggregator.tiers = self._tiers(run)

@@ -73,7 +73,7 @@ def simulated_time(options: Options, num_steps: Integers) -> tuple[Fleet | None,
         clock = RecordedClock(devices.arrivals(), _nobody_more)
     elif fleet is None:
         raise ConfigurationError(
-            "federation: asynchronous needs devices: without speeds nobody would ever be late. Use "
+            "federation: asynchronous needs devices, whose speeds decide which updates are late: use "
             "fl_lightning.client.Devices"
         )
     else:

@@ -116,8 +116,8 @@ def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
         taken.add(stage.key)
         if isinstance(stage, (Corrector, Personaliser)):
             raise ConfigurationError(
-                f"federation.stages {name} is of a kind that is for the block's corrections and "
-                "personal models: derive from Correction or Personalisation for that"
+                f"federation.stages {name} is a Corrector or Personaliser, which the options correction and "
+                "personal make: derive from Correction or Personalisation, and give it there"
             )
 
 

@@ -179,9 +179,9 @@ class PrivateStage(AroundFit):
     def _count_earlier(self, trainer: Trainer, earlier: Stage | None) -> None:
         if (checkpoint := trainer.ckpt_path) is not None:
             raise ConfigurationError(
-                f"ckpt_path: {checkpoint} knows no rounds of a Federation, and what its training has cost "
-                "would be missing in ε: leave ckpt_path out. To start from its weights, which ε does not "
-                "cover then, give model.init_args.checkpoint_path, or load its state_dict into the module"
+                f"ckpt_path: {checkpoint} has no rounds of a Federation, so the privacy cost of its training is "
+                "unknown: leave ckpt_path out. To start from its weights, whose cost ε then leaves out, give "
+                "model.init_args.checkpoint_path, or load its state_dict into the module"
             )
         if trainer.current_epoch == 0:
             spent = spent_on(trainer.lightning_module)
@@ -210,7 +210,7 @@ class PrivateStage(AroundFit):
         if rule.delta >= 1 / covers.most:
             rank_zero_warn(
                 f"privacy: delta = {rule.delta:g} is not below 1 / {covers.most} {covers.among}: a mechanism "
-                f"that publishes {covers.shows} could have it. Set it to a tenth of that or less"
+                f"that publishes {covers.shows} would satisfy it. Set delta to a tenth of that or less"
             )
         if not rule.secure_noise:
             rank_zero_warn(

@@ -146,8 +146,8 @@ class PrivateRounds(PrivateStage):
             return None
         if replies < mechanism.fewest_replies:
             raise RoundFailure(
-                f"round {self._round_index + 1}: {replies} clients replied, whose shares of noise are "
-                f"too little together: federation.privacy.min_shares is {mechanism.fewest_replies}"
+                f"round {self._round_index + 1}: {replies} clients replied, whose noise together is too small: "
+                f"federation.privacy.min_shares is {mechanism.fewest_replies}"
             )
         if mean is not None and mean.grid is not None:
             total = mean.grid.value(self._with_noise(mean.total, self._round_index))

@@ -220,8 +220,8 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
     if frequencies := [each.frequency for each in configs if each.frequency != 1]:
         raise ConfigurationError(
             f"configure_optimizers: a schedule with interval 'step' and frequency {frequencies[0]} counts "
-            "the batches of an epoch, of which every client has another number: set frequency to 1, and "
-            "let the schedule itself change its rate more rarely"
+            "the batches of an epoch, a number that differs between clients: set frequency to 1, and use a "
+            "schedule that changes the rate more rarely"
         )
     for config in configs:
         config.frequency = sys.maxsize

@@ -286,7 +286,7 @@ def make_keys(folder: Path, site: str) -> PublicKeys:
     parse_sites(site)
     if existing := [name for name in ("key", "signing.key") if (folder / name).exists()]:
         raise ConfigurationError(
-            f"folder: {folder / existing[0]} is there: keys are never overwritten"
+            f"folder: {folder / existing[0]} exists: keys are never overwritten"
         )
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)

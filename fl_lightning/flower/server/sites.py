@@ -149,7 +149,7 @@ class Sites(FitClients):
                 continue
             found |= {a.client: dict(a.metrics) for a in reply.answer.clients if a.metrics}
         if orders and not found:
-            rank_zero_warn("per-client evaluation: sites let no metric of clients leave")
+            rank_zero_warn("per-client evaluation: no site releases metrics of single clients")
         return found
 
     def _orders(self, kind: Kind, clients: Iterable[int], content: Content) -> dict[str, Order]:

@@ -109,8 +109,8 @@ class Ledger:
                 Counter(entry["releases"]).total()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise Refused(
-                f"the ledger of privacy {self.file} cannot be read ({error}), so that nobody knows what "
-                "is left: put a copy of it back"
+                f"the privacy ledger {self.file} cannot be read ({error}), so the budget that is left is "
+                "unknown: restore it from a copy"
             ) from None
         return entries
 

@@ -132,7 +132,7 @@ def _make_folder(socket_path: Path) -> None:
     found = folder.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigurationError(
-            f"socket: others can open the folder {folder}: give one of your own, chmod 700"
+            f"socket: other users can open the folder {folder}: use a folder of your own, with chmod 700"
         )
 
 

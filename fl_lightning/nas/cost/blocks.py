@@ -40,7 +40,7 @@ def blocks_of(networks: Networks) -> CellBlocks | SizeBlocks:
         return CellBlocks(space, networks.shape)
     if getattr(space, "resolutions", ()):
         raise ConfigurationError(
-            f"{space.name} has several resolutions, and latencies are of one: leave resolutions empty"
+            f"{space.name} has several resolutions, and a latency file is for one: leave resolutions empty"
         )
     if isinstance(space, StagedSpace):
         return SizeBlocks(space, networks)

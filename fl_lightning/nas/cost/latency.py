@@ -142,7 +142,7 @@ class LatencyTable:
         found = differences(measured, wanted, measured)
         if found:
             raise ConfigurationError(
-                f"the latency file is of other networks: {found[0]}. Measure these with fl-lightning latency"
+                f"the latency file was measured on other networks: {found[0]}. Measure these with fl-lightning latency"
             )
 
     def __str__(self) -> str:
@@ -188,8 +188,8 @@ class LatencyTable:
             )
         if content.get("version") != VERSION:
             raise ConfigurationError(
-                f"latency file {path} is of version {content.get('version')}, and version {VERSION} is read: "
-                f"measure again with fl-lightning latency --out {path}, and the space and sides of before"
+                f"latency file {path} has version {content.get('version')}, and version {VERSION} is read: measure "
+                f"again with fl-lightning latency --out {path} and the same space and image size"
             )
         try:
             table = cls._of(content)

@@ -185,6 +185,8 @@ def most_sensitive(sensitivities: Tensor, fraction: float) -> Tensor:
         tensor([1, 3])
     """
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be in (0, 1], got {fraction}: of what is encrypted")
+        raise ValueError(
+            f"fraction must be in (0, 1], got {fraction}: it is the share of coordinates to encrypt"
+        )
     count = math.ceil(fraction * sensitivities.numel())
     return torch.topk(sensitivities, count).indices.sort().values

@@ -91,7 +91,9 @@ class SecureClient:
         if vector.shape != (session.size,):
             raise ValueError(f"vector must have shape ({session.size},), got {vector.shape}")
         if session.active and (signing_key is None or directory is None):
-            raise ValueError("active needs signing_key and directory: without, nobody is known")
+            raise ValueError(
+                "active: true needs signing_key and directory, by which clients recognise each other"
+            )
         vector = with_checksum(session.ring.checked(vector), session.ring)
         self._session, self._place = session, place
         self._vector, self._entropy, self._used = vector, entropy, used
@@ -175,10 +177,10 @@ class SecureClient:
         near = neighbours_of(me, roster.participants, session.num_neighbours, session.graph_seed)
         if len(near) + 1 < session.threshold:
             raise RefusedError(
-                f"too few neighbours: {len(near)} and oneself, threshold is {session.threshold}"
+                f"too few neighbours: {len(near)} besides this client, threshold is {session.threshold}"
             )
         if roster.keys.keys() != near | {me}:
-            raise RefusedError("the roster must have the keys of oneself and one's neighbours")
+            raise RefusedError("the roster must have the keys of this client and its neighbours")
         if roster.keys[me][: 2 * KEY_SIZE] != self._keys:
             raise RefusedError("the roster has another key for this client than its own")
         halves = [key[at : at + KEY_SIZE] for key in roster.keys.values() for at in (0, KEY_SIZE)]
@@ -213,13 +215,15 @@ class SecureClient:
         """Raise RefusedError if pads with these clients would not protect the vector."""
         sharers, boxes = mailbox.sharers, mailbox.boxes
         if self._place not in sharers or not sharers <= self._participants:
-            raise RefusedError("those who shared must be participants, with oneself among them")
+            raise RefusedError(
+                "the clients that shared must be participants, this client among them"
+            )
         self._check_enough(len(sharers), "clients that shared")
         if not boxes.keys() == mailbox.hashes.keys() == self._neighbours & sharers:
             raise RefusedError("the boxes must be those of exactly the neighbours that shared")
         if len(boxes) + 1 < self._session.threshold:
             raise RefusedError(
-                f"too few neighbours: {len(boxes)} shared, and oneself; threshold is "
+                f"too few neighbours: {len(boxes)} shared besides this client; threshold is "
                 f"{self._session.threshold}"
             )
 

@@ -172,7 +172,7 @@ class Signatures:
         own: Ed25519PrivateKey | None = None,
     ) -> None:
         if session.active and directory is None:
-            raise ValueError("active needs directory: without, nobody is known")
+            raise ValueError("active: true needs directory, by which clients recognise each other")
         self._session, self._directory, self._own = session, directory or {}, own
 
     def sign(self, what: str, place: int, content: bytes) -> bytes:

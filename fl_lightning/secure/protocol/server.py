@@ -220,7 +220,9 @@ class SecureServer:
             near = near & self._sharers | {place}
             seeds, keys = near & self.survivors, near - self.survivors
             if message.seeds.keys() != seeds or message.keys.keys() != keys:
-                raise MessageError(f"client {place} tells other shares than those asked for")
+                raise MessageError(
+                    f"client {place} has revealed other shares than the requested ones"
+                )
         if isinstance(message, Advertisement):
             self._signatures.check("keys", place, message.keys, message.signature)
         if isinstance(message, SignedSurvivors):
@@ -273,7 +275,7 @@ class SecureServer:
     def _checked(self, shares: dict[str, Shares]) -> dict[str, dict[int, bytes]]:
         """Reconstruct the secrets, and return them by kind and client."""
         for place in self.survivors - shares["seeds"].keys():
-            raise AbortedError(f"nobody has told shares of client {place}'s seed")
+            raise AbortedError(f"no client has revealed a share of client {place}'s seed")
         secrets: dict[str, dict[int, bytes]] = {kind: {} for kind in _SECRETS}
         for kind in _SECRETS:
             for place, held in shares[kind].items():
@@ -297,7 +299,7 @@ class SecureServer:
         if len(numbers) < self._session.threshold:
             raise AbortedError(
                 f"client {place}'s {kind[:-1]} stays unknown: {len(numbers)} shares of the "
-                f"{self._session.threshold} that tell it"
+                f"{self._session.threshold} needed"
             )
         try:
             return combine(numbers, self._session.threshold)

@@ -77,7 +77,9 @@ def combine(shares: Mapping[int, int], threshold: int) -> bytes:
             the result is no secret. With exactly t shares, a false one is not found.
     """
     if len(shares) < threshold:
-        raise ValueError(f"{len(shares)} shares of the {threshold} that tell the secret")
+        raise ValueError(
+            f"{len(shares)} shares of the {threshold} needed to reconstruct the secret"
+        )
     places = tuple(sorted(shares))
     secret = _at_zero(shares, places[:threshold])
     # with fewer than 2t shares, the first t and the last t together contain every share
