@@ -37,7 +37,7 @@ from fl_lightning.server.aggregator import KeptUpdates
 
 _OF_ADAPTERS = Traits(
     needs={
-        Trait.SIMULATION: "changes what clients begin with, which no order to a site says",
+        Trait.SIMULATION: "changes the model that clients start from, in a way that orders to sites do not carry",
         Trait.COHORTS: "reads the adapters with which clients of one round end",
         Trait.ALL_PARAMETERS: "multiplies whole matrices",
     },

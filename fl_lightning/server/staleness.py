@@ -85,7 +85,7 @@ class HingeStaleness(Ranged):
 ASYNCHRONOUS = Traits(
     needs={
         Trait.SINGLE_UPDATES: "weighs each update by its staleness",
-        Trait.ONE_MASK: "has clients start from models of several rounds, on each of which masks differ",
+        Trait.ONE_MASK: "makes clients start from models of several rounds, whose masks differ",
     },
     breaks={
         Trait.COHORTS: "waits for nobody: clients start by themselves, from models of several rounds",

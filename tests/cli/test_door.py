@@ -398,8 +398,8 @@ CLASS = "Give a class by class_path, and its options by init_args."
         ),
         (
             [
-                "--trainer.callbacks=[lightning.pytorch.callbacks.Timer, {class_path: "
-                "lightning.pytorch.callbacks.EarlyStopping, init_args: {montor: loss}}]"
+                "--trainer.callbacks=[lightning.pytorch.callbacks.Timer, "
+                + "{class_path: lightning.pytorch.callbacks.EarlyStopping, init_args: {montor: loss}}]"
             ],
             "trainer.callbacks[1].init_args.montor: 'montor' is not accepted by EarlyStopping. Did you",
         ),
