@@ -33,6 +33,10 @@ _WORD = re.compile(
     r"(?:=(?P<value>.*))?"
 )
 _CLASS = re.compile(r"(?P<module>[a-z_]\w*(?:\.[a-z_]\w*)*)\.(?P<name>[A-Z]\w*)")
+# words in the source of a module that may define further names when it is imported
+_DYNAMIC = ("__getattr__", "globals(", "setattr(", "sys.modules", "exec(")
+_CALLBACKS = "lightning.pytorch.callbacks"
+# libraries whose classes have no short names here
 _KNOWN = ("fl_lightning", "lightning", "pytorch_lightning", "torch", "torchmetrics", "torchvision")
 
 
@@ -145,12 +149,12 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
         ConfigurationError: suggests the name that was probably meant.
     """
     given = [*_values(words), *(found for file in files for found in _class_names(file))]
-    modules = {match["module"] for _, name in given if (match := _CLASS.fullmatch(name))}
+    modules = {match["module"] for _, name, _ in given if (match := _CLASS.fullmatch(name))}
     # modules of others may define classes whose short names the parser then knows
     is_known = all(module.partition(".")[0] in _KNOWN for module in modules)
-    for path, name in given:
+    for path, name, is_class in given:
         match = _CLASS.fullmatch(name)
-        if match and match["module"].partition(".")[0] in _KNOWN:
+        if match and (is_class or match["module"].partition(".")[0] in _KNOWN):
             defined = names_in(match["module"])
             if defined is not None and match["name"] not in defined:
                 said = no_such_class(match["module"], match["name"])
@@ -159,25 +163,28 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
             _check_short(path, name)
 
 
-def _values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _values(words: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Yield the path and the value of each option, and whether the value certainly names a class."""
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one, value = word.partition("=")
         if name.startswith("--"):
             path = name.removeprefix("--").removesuffix(".class_path").rstrip("+")
-            yield path, value if is_one else following
+            yield path, value if is_one else following, name.endswith(".class_path")
 
 
-def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each option in a file's content whose value may name a class."""
+def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str, bool]]:
+    """Yield the path and the text of each option in a file's content, and whether it certainly names a class."""
     if isinstance(content, dict):
         for name, value in content.items():
-            inner = path if name == "class_path" else f"{path}.{name}".lstrip(".")
-            yield from _class_names(value, inner)
+            if name == "class_path" and isinstance(value, str):
+                yield path, value, True
+            else:
+                yield from _class_names(value, f"{path}.{name}".lstrip("."))
     elif isinstance(content, list):
         for number, value in enumerate(content):
             yield from _class_names(value, f"{path}[{number}]")
     elif isinstance(content, str):
-        yield path, content
+        yield path, content, False
 
 
 def no_such_class(module: str, name: str) -> str:
@@ -189,6 +196,8 @@ def no_such_class(module: str, name: str) -> str:
 def _check_short(path: str, name: str) -> None:
     block, _, option = path.partition(".")
     known = paths(block, option) if block == "federation" else {}
+    if re.fullmatch(r"trainer\.callbacks(\[\d+\])?", path) and name not in public_paths():
+        known = {each: f"{_CALLBACKS}.{each}" for each in names_in(_CALLBACKS) or ()}
     hint = did_you_mean(name, known)
     if hint and name not in known:
         raise ConfigurationError(
@@ -216,15 +225,20 @@ def names_in(module: str) -> frozenset[str] | None:
         True
     """
     top, *inner = module.split(".")
-    spec = find_spec(top)  # of an inner one it would import the outer
+    try:
+        spec = find_spec(top)  # of an inner one it would import the outer
+    except ValueError:  # of the program itself, __main__
+        return None
     if spec is None or spec.origin is None:
         return None
     place = Path(spec.origin).parent.joinpath(*inner)
     inside = (place / "__init__.py", place.with_suffix(".py")) if inner else (Path(spec.origin),)
     file = next(filter(Path.is_file, inside), None)
-    if file is None:
+    if file is None or file.suffix != ".py":
         return None
-    text = file.read_text(encoding="utf-8")
-    is_lazy = ("__getattr__" in text and module not in PACKAGES) or "import *" in text
+    text = file.read_text(encoding="utf-8", errors="replace")
+    is_lazy = "import *" in text or (
+        module not in PACKAGES and any(word in text for word in _DYNAMIC)
+    )
     # also those in comments and inside functions, which refuses too little
     return None if is_lazy else frozenset(re.findall(r"\b[A-Z]\w*", text))

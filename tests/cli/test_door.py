@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from argparse import ArgumentError
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from fl_lightning.cli import configs, init, main
 from fl_lightning.cli.checks import check_values, imported
 from fl_lightning.cli.errors import Parser, built_trainer
 from fl_lightning.cli.help import COMMANDS, GROUPS
-from fl_lightning.cli.names import FILE, check_classes, contents, expanded, whole
+from fl_lightning.cli.names import FILE, check_classes, contents, expanded, names_in, whole
 from fl_lightning.core.public_names import PACKAGES, exported, public_paths
 from fl_lightning.core.yaml_files import read
 from fl_lightning.data import IID, Digits
@@ -452,6 +453,37 @@ def test_names_of_classes_of_other_modules_are_left_to_the_parser():
         ConfigurationError, match=r"^trainer.callbacks\[0\]: .* mean .*EarlyStopping\?"
     ):
         check_classes([], [in_file])
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "says"),
+    [
+        ("class Model: ...", "Modle", r"mean mine_too.Model\?"),
+        ("class Model: ...", "Model", None),
+        ("Model = globals()['dict']", "Modle", None),
+        ("from others import *", "Modle", None),
+    ],
+)
+def test_a_misspelt_class_of_the_users_is_found_without_an_import(
+    source, name, says, tmp_path, monkeypatch
+):
+    """Unless the source may define names that it does not spell out; a text may look like a class."""
+    (tmp_path / "mine_too.py").write_text(f"raise SystemExit\n{source}")
+    monkeypatch.syspath_prepend(tmp_path)
+    names_in.cache_clear()
+    check_classes([], [{"trainer": {"default_root_dir": f"mine_too.{name}"}}])
+    refused = pytest.raises(ConfigurationError, match=says) if says else nullcontext()
+    with refused:
+        check_classes([], [{"model": {"class_path": f"mine_too.{name}"}}])
+
+
+def test_a_misspelt_callback_without_its_module_is_found_at_once():
+    with pytest.raises(
+        ConfigurationError, match=r"^trainer.callbacks\[1\] must .* mean .*ModelCheckpoint\?"
+    ):
+        check_classes([], [{"trainer": {"callbacks": ["Timer", {"class_path": "ModelChekpoint"}]}}])
+    options = {"class_path": "EarlyStopping", "init_args": {"monitor": "EarlyStoping"}}
+    check_classes([], [{"trainer": {"callbacks": [options, "ClientEvaluation"]}}])
 
 
 ENDLESS = {
