@@ -91,6 +91,8 @@ from fl_lightning.federation.visits.local_counts import client_id as client_id
 from fl_lightning.federation.visits.local_counts import local_step as local_step
 from fl_lightning.federation.visits.personal_models import PersonalModels as PersonalModels
 from fl_lightning.federation.visits.personal_models import recalled_models as recalled_models
+from fl_lightning.federation.visits.visiting import ExampleOwners as ExampleOwners
 from fl_lightning.federation.visits.visiting import StepOf as StepOf
 from fl_lightning.federation.visits.visiting import Visit as Visit
+from fl_lightning.federation.visits.visiting import clients_as_owners as clients_as_owners
 from fl_lightning.federation.visits.visiting import visiting as visiting

@@ -15,14 +15,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from fl_lightning.callbacks.calibration.scores import (
-    ExampleOwners,
-    example_owners,
-    of_each,
-    scoring,
-)
+from fl_lightning.callbacks.calibration.scores import example_owners, of_each, scoring
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation import Ranks, Visit
+from fl_lightning.federation import ExampleOwners, Ranks, Visit
 from fl_lightning.reports.progress import progress_bar
 from fl_lightning.sparsity.heads import (
     Features,

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -37,8 +37,16 @@ from fl_lightning.data.cohorts.cohort import AllClients, Cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import FlatShards
-from fl_lightning.data.training_set import Read, TrainingSet
-from fl_lightning.federation import Ranks, Visit, shares, training_loader, visiting
+from fl_lightning.data.training_set import TrainingSet
+from fl_lightning.federation import (
+    ExampleOwners,
+    Ranks,
+    Visit,
+    clients_as_owners,
+    shares,
+    training_loader,
+    visiting,
+)
 from fl_lightning.reports.progress import federation_of, progress_bar
 from fl_lightning.sparsity.calibration.calibrate import Calibration
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
@@ -53,40 +61,6 @@ _PURPOSE = "calibration"
 RemoteScores: TypeAlias = Callable[
     [Mapping[str, Tensor], tuple[int, int], Mapping[int, int]], Iterator[Scores]
 ]
-
-
-@dataclass(frozen=True)
-class ExampleOwners:
-    """Training examples by owner: a client, or the single owner in a central run.
-
-    Attributes:
-        shards: indices of each owner's examples.
-        read: function from indices, shape (B,), to a batch.
-        batch_size: examples per batch.
-        tick: called after every batch.
-    """
-
-    shards: FlatShards
-    read: Read
-    batch_size: int
-    tick: Callable[[], None] = lambda: None
-
-    def batches(self, visit: Visit, indices: Tensor) -> Iterator[Any]:
-        """Yield the examples at some indices in batches, prepared for the module of a visit."""
-        for part in indices.split(self.batch_size):
-            if len(part):
-                yield visit.prepared(self.read(part))
-                self.tick()
-
-    def num_batches(self, counts: Integers) -> int:
-        """Number of batches of owners with these numbers of examples."""
-        return int((-(-counts // self.batch_size)).sum())
-
-
-def clients_as_owners(data: FederatedDataModule) -> ExampleOwners:
-    """Return the clients of a federation as owners of their examples."""
-    # the reader on access, because remote data have none
-    return ExampleOwners(data.clients, lambda some: data.evaluation_batch(some), data.batch_size)
 
 
 def example_owners(trainer: Trainer) -> ExampleOwners:

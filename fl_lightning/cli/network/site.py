@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.calibration.scores import clients_as_owners, scoring
+from fl_lightning.callbacks.calibration.scores import scoring
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import read
 from fl_lightning.data.shards import FlatShards
+from fl_lightning.federation import clients_as_owners
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import SUMS, hold_model, of_stage

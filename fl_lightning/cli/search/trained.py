@@ -142,7 +142,9 @@ def _training_batches(trainer: Trainer, module: OneShot | Supernet) -> Iterator[
     examples = TrainingExamples.of(trainer, max_examples=most, seed=module.seed)
     if examples is None:
         return iter(())
-    return (batch for owner in range(len(examples.indices)) for batch in examples.batches(owner))
+    return (
+        batch for owner in range(len(examples.owners.shards)) for batch in examples.batches(owner)
+    )
 
 
 def _validation_batches(trainer: Trainer) -> Iterator[Any]:

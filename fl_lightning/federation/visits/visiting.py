@@ -12,18 +12,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.metrics import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.modules import modes_kept
-from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.core.seeds import Integers, preserve_global_generators
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.shards import FlatShards
+from fl_lightning.data.training_set import Read
 from fl_lightning.federation.hooks import BATCH_HOOKS, NOT_THE_USERS, overrides
 from fl_lightning.federation.visits.local_counts import note_step
 
@@ -89,6 +93,40 @@ class Visit:
         """Names of the parameters, buffers and attributes that differ from the visit's start."""
         assert self._before is not None, "a visit in place does not remember it"
         return {path.removeprefix("self.") for path in self._before.changes()}
+
+
+@dataclass(frozen=True)
+class ExampleOwners:
+    """Training examples by owner: a client, or the single owner in a central run.
+
+    Attributes:
+        shards: indices of each owner's examples.
+        read: function from indices, shape (B,), to a batch.
+        batch_size: examples per batch.
+        tick: called after every batch.
+    """
+
+    shards: FlatShards
+    read: Read
+    batch_size: int
+    tick: Callable[[], None] = lambda: None
+
+    def batches(self, visit: Visit, indices: Tensor) -> Iterator[Any]:
+        """Yield the examples at some indices in batches, prepared for the module of a visit."""
+        for part in indices.split(self.batch_size):
+            if len(part):
+                yield visit.prepared(self.read(part))
+                self.tick()
+
+    def num_batches(self, counts: Integers) -> int:
+        """Number of batches of owners with these numbers of examples."""
+        return int((-(-counts // self.batch_size)).sum())
+
+
+def clients_as_owners(data: FederatedDataModule) -> ExampleOwners:
+    """Return the clients of a federation as owners of their examples."""
+    # the reader on access, because remote data have none
+    return ExampleOwners(data.clients, lambda some: data.evaluation_batch(some), data.batch_size)
 
 
 @contextmanager

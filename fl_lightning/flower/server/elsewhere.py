@@ -24,7 +24,14 @@ from fl_lightning.core.traits import conflicts
 from fl_lightning.data.federated import MAX_CLIENTS_COUNTED, FederatedDataModule
 from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary
-from fl_lightning.federation import LocalWork, Options, WorkPlan, network_parts, shown_by
+from fl_lightning.federation import (
+    ExampleOwners,
+    LocalWork,
+    Options,
+    WorkPlan,
+    network_parts,
+    shown_by,
+)
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import (
     STATISTICS,
@@ -368,10 +375,9 @@ def _blank_sums(trainer: Trainer, module: SharedWeights) -> list[Sums]:
     """Return the batch norm sums over blank images of the networks that an evaluation runs."""
     images = torch.zeros(module.networks.images(_NUM_BLANK).shape)
     batch = images, torch.zeros(_NUM_BLANK, dtype=torch.long)
-    all_of_them = torch.arange(_NUM_BLANK)
-    examples = TrainingExamples(
-        [all_of_them], [_NUM_BLANK], lambda _: batch, _NUM_BLANK, {0: _NUM_BLANK}, seed=0
-    )
+    all_of_them = FlatShards.of([range(_NUM_BLANK)])
+    owners = ExampleOwners(all_of_them, lambda _: batch, _NUM_BLANK)
+    examples = TrainingExamples(owners, {0: _NUM_BLANK}, seed=0)
     with torch.no_grad():
         shown = list(module.shown.values())
     [found] = sums_of_owners(trainer, module.network, shown, examples, [0])

@@ -35,6 +35,7 @@ from fl_lightning.federation import (
     StepOf,
     Transport,
     Upload,
+    clients_as_owners,
     evaluate_clients,
     visiting,
 )
@@ -294,15 +295,7 @@ def batch_norm_sums(trainer: Trainer, order: Order) -> OrderResult:
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     assert isinstance(module, SharedWeights)
     counts = dict(order.options["examples"])
-    shards = data.clients
-    examples = TrainingExamples(
-        list(map(shards.__getitem__, range(len(shards)))),
-        shards.num_examples.tolist(),
-        data.evaluation_batch,
-        data.batch_size,
-        counts,
-        module.seed,
-    )
+    examples = TrainingExamples(clients_as_owners(data), counts, module.seed)
     with visiting(trainer, "validation", mode="eval"):
         hold_model(module, order.tensors)
         with torch.no_grad():

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, final
 
@@ -39,8 +39,9 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.training_set import TrainingSet
-from fl_lightning.federation import Ranks, shares, visiting
+from fl_lightning.federation import ExampleOwners, Ranks, clients_as_owners, shares, visiting
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.reports.progress import federation_of
 
@@ -108,7 +109,7 @@ def recalibrated(
         return [{} for _ in architectures], 0
     ranks = Ranks(trainer)
     found: list[list[Sums]] = [[] for _ in architectures]
-    asked = {owner: examples.counts[owner] for owner in examples.owners(ranks)}
+    asked = {owner: examples.counts[owner] for owner in examples.share(ranks)}
     of_owners = remote or partial(sums_of_owners, trainer, network, architectures, examples)
     for own in of_owners({owner: count for owner, count in asked.items() if count}):
         for sums, of_one in zip(found, own, strict=True):
@@ -265,18 +266,12 @@ class TrainingExamples:
     """A random part of the training examples of each owner (client, or the whole set in a central run).
 
     Attributes:
-        indices: indices of all examples, by owner.
-        sizes: number of examples of each owner, also where the indices are elsewhere.
-        read: function from indices to a batch.
-        batch_size: batch size of the run; batches here may be larger.
+        owners: the owners and their examples; batches here may be larger than `ExampleOwners.batch_size`.
         counts: number of examples of each owner that are read; 0, or at least two.
         seed: seed of the choice and order of the examples.
     """
 
-    indices: Sequence[Tensor]
-    sizes: Sequence[int]
-    read: Any
-    batch_size: int
+    owners: ExampleOwners
     counts: Mapping[int, int]
     seed: int
 
@@ -291,52 +286,51 @@ class TrainingExamples:
             max_examples: number of examples over all owners, in proportion to their data; None for all.
             seed: seed of the choice and order of the examples.
         """
-        found = _owners(trainer)
-        if found is None:
+        owners = _owners(trainer)
+        if owners is None:
             return None
-        sizes = found[1]
+        sizes = owners.shards.num_examples.tolist()
         part = 1.0 if max_examples is None else min(1.0, max_examples / max(1, sum(sizes)))
         counts = {
             owner: min(size, max(2, math.ceil(part * size))) if size > 1 else 0
             for owner, size in enumerate(sizes)
         }
-        return cls(*found, counts, seed)
+        return cls(owners, counts, seed)
 
-    def owners(self, ranks: Ranks) -> list[int]:
+    def share(self, ranks: Ranks) -> list[int]:
         """Return the owners whose examples this process reads."""
-        mine: list[int] = shares(np.array(self.sizes), ranks.size)[ranks.rank].tolist()
+        mine: list[int] = shares(self.owners.shards.num_examples, ranks.size)[ranks.rank].tolist()
         return mine
 
     def batches(self, owner: int) -> Iterator[Any]:
         """Yield the batches of an owner; each has at least two examples, since one has no variance."""
-        indices = self.indices[owner]
+        indices = self.owners.shards[owner]
         order = torch.randperm(
             len(indices), generator=torch_generator(self.seed, "recalibration", owner)
         )
         chosen = indices[order[: self.counts[owner]]]
         if len(chosen) > 1:
             for some in chosen.tensor_split(
-                max(1, len(chosen) // max(self.batch_size, _LEAST_BATCH))
+                max(1, len(chosen) // max(self.owners.batch_size, _LEAST_BATCH))
             ):
-                yield self.read(some)
+                yield self.owners.read(some)
 
 
-def _owners(trainer: Trainer) -> tuple[list[Tensor], list[int], Any, int] | None:
+def _owners(trainer: Trainer) -> ExampleOwners | None:
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, FederatedDataModule):
-        indices = [data.clients[i] for i in range(len(data.clients))]
-        sizes = data.clients.num_examples.tolist()
-        if federation_of(trainer) is None:
-            indices, sizes = [torch.cat(indices)], [sum(sizes)]
-        return indices, sizes, data.evaluation_batch, data.batch_size
+        clients = clients_as_owners(data)
+        if federation_of(trainer) is not None:
+            return clients
+        return replace(clients, shards=FlatShards.of([data.clients.indices]))
     loader = trainer.train_dataloader
     if loader is None and data is not None:
         loader = data.train_dataloader()
     if loader is None or not hasattr(loader, "dataset") or not hasattr(loader.dataset, "__len__"):
         return None
     training = TrainingSet(loader)
-    everything = [torch.arange(len(training))]
-    return everything, [len(training)], training.reader(), training.option("batch_size") or 32
+    shards, size = FlatShards.of([np.arange(len(training))]), training.option("batch_size") or 32
+    return ExampleOwners(shards, training.reader(), size)
 
 
 def training_accuracies(
@@ -367,7 +361,7 @@ def training_accuracies(
         return None
     ranks, parts = Ranks(trainer), list(zip(architectures, found[0], strict=True))
     with visiting(trainer, "validation", mode="eval") as visit:
-        batches = (batch for owner in examples.owners(ranks) for batch in examples.batches(owner))
+        batches = (batch for owner in examples.share(ranks) for batch in examples.batches(owner))
         prepared = map(visit.prepared, batches)
         right, total = _counted(network, parts, prepared, trainer.precision_plugin.forward_context)
     told = ranks.gather((right, total))
