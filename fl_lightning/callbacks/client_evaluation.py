@@ -226,7 +226,7 @@ def _why_not(
 
 
 def _told(name: str, key: str, values: Tensor) -> dict[str, float]:
-    """Print the statistics of a metric over clients, and return them with the key as prefix."""
+    """Print a metric's statistics over clients, and return them by name, such as ``clients/val_loss_mean``."""
     higher_is_better = not any(part in name.lower() for part in _LOWER_IS_BETTER)
     worst = float(worst_decile(values, higher_is_better=higher_is_better))
     mean, std = float(values.mean()), float(values.std(correction=0))

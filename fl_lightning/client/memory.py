@@ -117,13 +117,13 @@ class ClientMemory:
         return frozenset(client for _, client in self._new)
 
     def discard(self, client: int | None = None) -> None:
-        """Discard the vectors that were put since the last `commit`, of one client or of all."""
+        """Discard vectors from `put` that were not committed, of one client or of all."""
         for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._new.pop(key))
         self._delete_unused()
 
     def commit(self, client: int | None = None) -> None:
-        """Make the vectors that were put the current ones, for one client or for all."""
+        """Replace current vectors by those from `put`, for one client or for all."""
         for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._present.get(key))
             self._present[key] = self._new.pop(key)

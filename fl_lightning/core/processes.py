@@ -38,7 +38,7 @@ _TIED = (
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Wrap a command so that it gets SIGTERM when the thread that starts it ends for any reason.
+    """Wrap a command so that the system sends it SIGTERM when the thread that started it ends.
 
     Args:
         command: program and arguments; started from this process.
@@ -67,7 +67,7 @@ def end_with_parent() -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file in one step, so that no reader and no killed process's successor finds half of it.
+    """Write a text file atomically, so that nobody reads half of it, even if this process is killed.
 
     Args:
         path: path of the file; its folder is made if it is missing. Until the file is whole it is ``.<name>.unfinished``.
@@ -81,7 +81,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def sole_writer(lock: Path, remedy: str) -> Iterator[int]:
-    """Hold a lock inside the block; yields its descriptor, through which child processes hold it too.
+    """Hold a file lock inside the block; yields the file descriptor, which keeps the lock in child processes too.
 
     Args:
         lock: path of the lock, in the folder to write to or beside it.

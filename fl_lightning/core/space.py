@@ -150,7 +150,7 @@ class Space:
                 _put(tensor, index, view)
 
     def _flat_views(self) -> list[Tensor]:
-        """Return the live tensors as vectors, which are kept until a tensor gets other memory."""
+        """Return the live tensors as flat views, cached until a tensor moves to other memory."""
         # a kept vector keeps its memory as well, so that no other tensor can get the same address
         places = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.is_contiguous, self._tensors)]
         if places != self._flat[0] or not all(places[len(self._tensors) :]):

@@ -63,7 +63,7 @@ class ClientUpdate:
 
     @cached_property
     def norm(self) -> Tensor:
-        """L2 norm of the delta, a scalar; it is finite only if every coordinate is."""
+        """L2 norm of the delta, a scalar; not finite if a coordinate is not."""
         norm: Tensor = torch.linalg.vector_norm(self.delta)
         return norm
 

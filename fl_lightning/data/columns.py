@@ -99,7 +99,7 @@ def _imported(name: str | None) -> Callable[[Any], Any] | None:
 
 
 def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | None:
-    """Return a column that a data set stores, or None if it stores none of the name."""
+    """Return a column that a data set stores under a name; None without one."""
     for each in LABEL_NAMES if name is None else (name,):
         if (values := _own(dataset, each)) is not None:
             return _on_the_host(values, option)

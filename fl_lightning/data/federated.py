@@ -161,7 +161,7 @@ class FederatedDataModule(ForwardingDataModule):
         return fit_transforms(self.transforms, self.clients, self._read(augmented=False))
 
     def _test_sets(self) -> Any:
-        """Return the source's test loaders; if it has none, that of all clients' test examples."""
+        """Return the source's test loaders; for a source without any, a loader of all clients' test examples."""
         has_one = is_overridden("test_dataloader", self.source, LightningDataModule)
         loaders = self.changed(self.source.test_dataloader()) if has_one else []
         return self._clients_test_set() if loaders == [] else loaders
@@ -265,7 +265,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def clients(self) -> FlatShards:
-        """Training examples of each client; in a search over architectures, those for the weights."""
+        """Training examples of each client; in an architecture search, the part that trains the weights."""
         return self._roles.train
 
     @cached_property

@@ -131,7 +131,7 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
 
 
 def check_drawn_once(training: TrainingSet) -> None:
-    """Raise ConfigurationError if a sampler draws examples twice, of which clients hold some out."""
+    """Raise ConfigurationError if clients hold out examples and the sampler draws examples more than once."""
     drawn = training.drawn.indices
     if drawn is not None and len(drawn.unique()) < len(drawn):
         raise ConfigurationError(

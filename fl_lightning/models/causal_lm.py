@@ -275,7 +275,7 @@ class CausalLM(LightningModule):
         return digest.hexdigest()
 
     def will_change(self, names: Iterable[str]) -> None:
-        """Note names of frozen weights that an aggregator is about to change: checkpoints include them."""
+        """Record the names of frozen weights that an aggregator changes, so that checkpoints include these weights."""
         _ = self.base_hash  # computed before the change
         self._changed |= self._frozen & set(names)
 

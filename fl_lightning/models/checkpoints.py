@@ -33,7 +33,7 @@ _PROJECTION_HEAD = ("head.mlp.", "head.last_layer.")  # DINO's, which only its t
 
 
 def load_backbone(network: nn.Module, path: str) -> None:
-    """Copy the weights of a file into a network, in place; the classifier only if it fits.
+    """Copy weights from a file into a network, in place; the classifier's only if the shapes fit.
 
     Args:
         network: a timm network, or any module; a part found by timm's `get_classifier` may differ.

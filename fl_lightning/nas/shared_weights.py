@@ -189,7 +189,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def check_image_size(side: int, images: Tensor) -> None:
-    """Raise ConfigurationError if no side of the images is the size that costs are computed for."""
+    """Raise ConfigurationError if the images do not have the size for which costs are computed."""
     if images.ndim == 4 and side not in images.shape[2:]:
         given = " x ".join(map(str, images.shape[2:]))
         raise ConfigurationError(

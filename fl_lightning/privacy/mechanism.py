@@ -123,7 +123,7 @@ class Mechanism(Accounted[P]):
         return np.zeros(size, np.int64)
 
     def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum with noise, in steps, shape (k,); it depends on integers alone.
+        """Return the sum with noise, in grid steps, shape (k,), computed from integers only.
 
         Args:
             total: sum of the clipped updates in steps, int64, shape (k,); 0 in an aborted round.
@@ -137,7 +137,7 @@ class Mechanism(Accounted[P]):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted:
-    """Base of the rules of privacy: the options that those of clients and of examples share.
+    """Base of privacy rules: options common to client-level and example-level privacy.
 
     Attributes:
         kind: class of the mechanism.

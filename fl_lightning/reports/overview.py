@@ -233,7 +233,7 @@ class DryRun(Callback):
         self._mark()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate at the end of a round also if validations are counted in batches of all rounds."""
+        """Make each of the two rounds end with a validation, also if ``val_check_interval`` counts batches of all rounds."""
         batches = num_batches(trainer)
         interval = getattr(trainer, "val_check_interval", 1.0)  # missing if it is a time
         is_count = isinstance(interval, int) and isinstance(batches, int)
@@ -306,7 +306,7 @@ def _counts_clients(federation: Federation) -> bool:
 
 
 def _peak_memory() -> int | None:
-    """Return the most bytes that this process has had; None on Windows, which does not say."""
+    """Return the peak memory of this process in bytes; None on Windows, where it is unknown."""
     try:
         import resource
     except ImportError:

@@ -236,7 +236,7 @@ _WIDEST_BAR, _NARROWEST_BAR = 30, 8
 
 
 class Pace:
-    """Counts completed rounds, and estimates the time that the remaining rounds take.
+    """Counts completed rounds, and estimates the time left.
 
     Args:
         done: number of rounds completed before the fit, by the run that is resumed.

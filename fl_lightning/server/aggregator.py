@@ -91,7 +91,7 @@ class Aggregator(ABC):
 
     @property
     def memory(self) -> dict[str, Tensor]:
-        """Tensors kept from round to round; those of shape (k,) follow the model to a new mask.
+        """Tensors kept from round to round; tensors of shape (k,) are adapted when the mask changes.
 
         They change only between the last update of a round and the first of the next.
         """
@@ -137,7 +137,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def open(self, like: Tensor) -> None:
-        """Start a round whose deltas have the shape (k,), dtype and device of ``like``."""
+        """Start a round of deltas with the shape (k,), dtype and device of ``like``."""
 
     def check(self, update: ClientUpdate, num_updates: int) -> None:
         """Raise if the update of one client could make the whole round fail.
@@ -174,7 +174,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def sums(self) -> list[Tensor]:
-        """Return tensors whose sums over all processes are those of all updates."""
+        """Return this process's sums, tensors that are added up over processes to get the sums of all updates."""
 
     @abstractmethod
     def load_sums(self, sums: list[Tensor]) -> None:

@@ -42,7 +42,7 @@ def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
 
 
 class Server:
-    """Holds the global model and moves it by one step per round.
+    """Holds the global model and the server optimizer, which takes one step per round.
 
     Args:
         model: the initial global model.
@@ -107,7 +107,7 @@ class Server:
         self.model = GlobalModel(self._params.detach(), self._buffers)
 
     def relocate(self, model: GlobalModel, positions: Tensor) -> None:
-        """Replace the model by one with other coordinates; those in both keep the optimizer's state.
+        """Replace the model by one with other coordinates; common coordinates keep their optimizer state.
 
         Args:
             model: the new model, of k' coordinates.
@@ -152,7 +152,7 @@ class Server:
         self.num_replies += len(updates.client_ids)
 
     def reduce(self, all_reduce: AllReduce, gather: Gather) -> None:
-        """Add up the sums of all processes, so that every process holds those of all updates.
+        """Add up sums over processes, so that every process holds the sums of all updates.
 
         Called by all processes before `close_round`, which then gives the same model everywhere.
 

@@ -1,4 +1,4 @@
-"""Snapshot of a module's Python attributes, so that every client starts with those of the round's start.
+"""Snapshot of a module's Python attributes, which is restored before every client of a round.
 
 *Tensors and attributes of the module are the client's, everything else is yours.*
 

@@ -133,7 +133,7 @@ class RoundStart:
         return range(self._number * count + 1, (self._number + 1) * count + 1)
 
     def begin_step(self, step: int) -> None:
-        """Set the options of a client's local step; further steps than planned have those of the last."""
+        """Set the optimizer options of a client's local step; steps beyond the plan use those of the last planned step."""
         for optimizer, noted in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, noted, strict=True):
                 for name, values in options.get(BY_STEP, {}).items():
@@ -159,7 +159,7 @@ class RoundStart:
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:
-        """Sets the optimizers' options to those of another round inside the block.
+        """Context in which the optimizers have the options of another round.
 
         Args:
             options: options of the other round; None for those of this round.

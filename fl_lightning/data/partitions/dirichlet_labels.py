@@ -60,7 +60,7 @@ class DirichletPerClass(Partition):
         check_range("min_examples", self.min_examples, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says."""
+        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         rng = numpy_generator(seed, "partition", num_clients)
@@ -111,7 +111,7 @@ class DirichletPerClient(Partition):
         check_concentration(self.alpha)
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says."""
+        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         rng = numpy_generator(seed, "partition", num_clients)

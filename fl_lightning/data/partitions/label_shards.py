@@ -75,7 +75,7 @@ class LabelShards(Partition):
         check_range("classes_per_client", self.classes_per_client, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says."""
+        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         self._check(class_sizes, num_clients)
@@ -245,7 +245,7 @@ class McMahanShards(Partition):
         check_range("shards_per_client", self.shards_per_client, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says."""
+        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         num_pieces, num_examples = num_clients * self.shards_per_client, len(labels)
         if num_pieces > num_examples:

@@ -94,7 +94,7 @@ class IID(Partition):
     uses_labels: ClassVar[bool] = False
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says."""
+        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
         return shards_of(rng.permutation(len(labels)) % num_clients, num_clients)
@@ -124,7 +124,7 @@ class NaturalPartition(Partition):
             raise ConfigurationError("attribute must name a column of the data, got an empty name")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says; ``labels`` are the attribute's values."""
+        """Return the positions of the examples of each client; ``labels`` are the values of the attribute."""
         check_sizes(labels, num_clients)
         if labels.dtype.kind == "f" and len(broken := labels[labels != np.floor(labels)]):
             raise ConfigurationError(
@@ -271,7 +271,7 @@ class DirichletSizes(Partition):
         check_range("min_examples", self.min_examples, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says."""
+        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
         shares = rng.dirichlet(np.full(num_clients, self.alpha))
@@ -305,7 +305,7 @@ class PowerLawSizes(Partition):
         check_range("min_examples", self.min_examples, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the shards, as `Partition.assign` says."""
+        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
         shares = np.arange(1.0, num_clients + 1) ** -self.exponent

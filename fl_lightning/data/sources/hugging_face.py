@@ -59,7 +59,7 @@ class DatasetSource(Source, ABC):
         self._wanted = {"train": train, "val": val, "test": test}
 
     def prepare_data(self) -> None:
-        """Download a data set of the hub if it is missing."""
+        """Download a data set from the Hugging Face hub if it is not on the disk."""
         if isinstance(self._dataset, str):
             self._read()
 

@@ -229,7 +229,7 @@ _MOST_PACKED = 100
 
 
 def _check_packed(path: Path) -> None:
-    """Raise ValueError for a file whose content is meant to fill the memory."""
+    """Raise ValueError for a decompression bomb: a small file with content that would fill the memory."""
     most, size = max(_MOST_PACKED * path.stat().st_size, 100_000_000), 0
     with gzip.open(path) as file:
         while block := file.read(1 << 20):

@@ -69,7 +69,7 @@ class Draw:
     device: torch.device
 
     def again(self, shape: Sequence[int] | None = None) -> Tensor:
-        """Draw from the global generator, in the recorded shape by default.
+        """Repeat the recorded draw from the global generator, by default in the recorded shape.
 
         Example:
             >>> draw = Draw("uniform_", (), (2,), (0,), torch.float32, torch.device("cpu"))

@@ -95,7 +95,7 @@ class DrawnRows:
 
     @property
     def numbers(self) -> list[Tensor]:
-        """One tensor per draw, of shape (G, B, …), or (G, …) where `axes` is None."""
+        """Random numbers of each draw, shape (G, B, …), or (G, …) if the draw has no axis of examples (`axes`)."""
         return [rows.numbers for rows in self._rows]
 
     @property
@@ -131,7 +131,7 @@ ReadBatch = Callable[[Tensor], Any]
 
 
 class StepPart(NamedTuple):
-    """Inputs of the slots whose batches have one size.
+    """Inputs of all slots whose batches have the same size.
 
     Attributes:
         slots: slots of the batches; None for all slots, empty ones included.

@@ -236,7 +236,7 @@ class SlotOwn:
         self._own: OwnOf | None = None
 
     def open(self, own: OwnOf | None) -> None:
-        """Reset for a group of clients whose personal parameters ``own`` returns."""
+        """Prepare for a group of clients; ``own`` returns the personal parameters of each."""
         self._own, self.kept = own, {}
 
     @torch.no_grad()

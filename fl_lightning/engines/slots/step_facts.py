@@ -179,7 +179,7 @@ _OF_OPTIMIZERS = {
 
 
 def hooks_against_slots(module: nn.Module, optimizer: Optimizer) -> str | None:
-    """Return the first hook that slots do not call, in words; None if there is none.
+    """Describe the first overridden hook that slots would not call; None without one.
 
     Forward hooks are no such: a stacked step calls them.
 

@@ -27,7 +27,7 @@ from fl_lightning.engines.slots.stacked_optimizers import StackedRule
 
 
 class Inputs(NamedTuple):
-    """Inputs of a local step besides parameters; the first axis of all tensors is over clients.
+    """Inputs of a local step other than parameters; the first axis of all tensors is over clients.
 
     Attributes:
         batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Outputs of a local step besides gradients.
+    """Outputs of a local step other than gradients.
 
     Attributes:
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).

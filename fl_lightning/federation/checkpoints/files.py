@@ -84,7 +84,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load as Lightning does, and note the checkpoint's step."""
+        """Load a checkpoint as Lightning does, and record its step."""
         checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
         self.saved_step = checkpoint.get("global_step")
         return checkpoint

@@ -48,7 +48,7 @@ _AVERAGES_STEPS = (
 
 
 def check_compatible(trainer: Trainer, module: LightningModule) -> None:
-    """Raise for modules, data and Trainer settings that cannot be federated."""
+    """Raise for a module, data or Trainer settings that federated training does not support."""
     problems = [*_module_problems(trainer, module), *_trainer_problems(trainer)]
     if problems:
         raise ConfigurationError("; ".join(problems))
@@ -189,7 +189,7 @@ def check_simple(
     cohort: Cohort,
     aggregator: Aggregator,
 ) -> None:
-    """Check the parts of rounds without a Trainer."""
+    """Raise if parts conflict in rounds without a Trainer."""
     if aggregator.protection is not None:
         raise ConfigurationError(
             f"{type(aggregator).__name__} hides the updates, which needs a Trainer: use Federation"
@@ -208,7 +208,7 @@ def check_simple(
 
 
 def network_parts(trainer: Trainer, module: Any, options: Options) -> dict[str, Traits]:
-    """Return the traits of a run over a network, by part."""
+    """Return the traits of a run over a real network, by the part that has them."""
     parts = {**options.parts, **_of_module(module), **_of_masks(trainer), **NETWORK}
     if trainer.precision == "16-mixed":
         parts["trainer.precision 16-mixed"] = _SHARED_SCALE

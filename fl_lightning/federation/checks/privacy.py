@@ -28,7 +28,7 @@ class ReleasesUnprotected(Protocol):
 
 
 def shown_by(owners: Iterable[object]) -> list[str]:
-    """Return texts on the data of clients that callbacks or transforms show without noise."""
+    """Describe the client data that callbacks or transforms reveal without noise."""
     showing = (owner for owner in owners if isinstance(owner, ReleasesUnprotected))
     return [owner.unprotected for owner in showing if owner.unprotected]
 

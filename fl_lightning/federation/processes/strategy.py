@@ -132,7 +132,7 @@ class FederatedStrategy(DDPStrategy):
         return any(overrides(owner, hook) for owner in others for hook in _ENDS)
 
     def on_validation_start(self) -> None:
-        """Begin to reduce the values that the module logs."""
+        """Replace the module's logging, so that values are reduced over processes."""
         self.on_validation_end()  # of an evaluation that failed
         module, self._evaluating = self.lightning_module, contextlib.ExitStack()
         assert module is not None

@@ -91,7 +91,7 @@ _A, _B = ".lora_A.", ".lora_B."
 
 
 class AdapterRounds(Stage):
-    """Clients' side of an adapter aggregator, and its changes of frozen weights."""
+    """Stage of an adapter aggregator: truncates adapters to clients' ranks, and updates the frozen weights."""
 
     traits = NO_TRAITS  # the aggregator has them
 

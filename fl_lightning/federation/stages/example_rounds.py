@@ -84,7 +84,7 @@ class ExampleRounds(PrivateStage):
 
     @contextmanager
     def steps(self, training: LocalTraining) -> Iterator[None]:
-        """Note the client whose steps come next."""
+        """Record the client whose local steps follow."""
         self._whose = training.work.client_id, training.work.round_index
         yield
 

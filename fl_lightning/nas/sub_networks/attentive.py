@@ -80,7 +80,7 @@ class Attentive(Method):
 
 
 class CostBins:
-    """Frequencies of uniformly drawn sub-networks in bins of cost, and of their options in each bin.
+    """Histogram of the costs of random sub-networks, with the frequencies of their options in every bin.
 
     Args:
         space: space of the sub-networks.

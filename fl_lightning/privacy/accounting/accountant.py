@@ -48,7 +48,7 @@ _LEAST = 0.2
 
 @dataclass(frozen=True)
 class Accountant:
-    """ε of rounds with equal sampling and noise.
+    """Computes ε after a number of rounds that all have the same sampling and noise.
 
     Args:
         sampling: sampling of the cohorts.

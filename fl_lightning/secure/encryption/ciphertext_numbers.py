@@ -160,7 +160,7 @@ class Packed:
         return np.array(primes_of(self._parameters), np.uint64)[:, None]
 
     def write(self, numbers: Numbers) -> bytes:
-        """Convert a ciphertext to bytes."""
+        """Convert a ciphertext's numbers to bytes."""
         planes = zip(numbers.astype("<u8"), self._widths, strict=True)
         return b"".join(
             row.view(np.uint8).reshape(-1, 8)[:, :width].tobytes() for row, width in planes

@@ -169,7 +169,7 @@ class SecureClient:
         return SealedShares(seed_commitment(session, self._place, self._seed), boxes, hashes)
 
     def _checked_neighbours(self, roster: Roster) -> Places:
-        """Return this client's neighbours, unless it must not share secrets with a roster."""
+        """Return this client's neighbours in a roster; raise RefusedError if sharing secrets with them would be unsafe."""
         session, me = self._session, self._place
         if me not in roster.participants:
             raise RefusedError("the roster leaves this client out")
@@ -250,7 +250,7 @@ class SecureClient:
         )
 
     def _check_survivors(self, survivors: Places) -> None:
-        """Raise RefusedError if these cannot be the clients whose vectors have arrived."""
+        """Raise RefusedError if the named survivors cannot be right, e.g. without this client."""
         if not survivors <= self._sharers:
             extra = sorted(survivors - self._sharers)
             raise RefusedError(f"the survivors must be among those who shared, {extra} are not")

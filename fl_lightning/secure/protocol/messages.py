@@ -103,7 +103,7 @@ class MaskedVector:
 
 @dataclass(frozen=True)
 class Survivors:
-    """The clients whose vectors have arrived, for the receiver to sign."""
+    """The clients whose vectors have arrived, a list that the receiver signs."""
 
     survivors: Places
 

@@ -176,7 +176,7 @@ def mean_around_median(block: Floats, ordered: Floats, count: int) -> Floats:
 
 
 def _mean_of_first(block: Floats, medians: Floats, reach: Floats, count: int) -> Floats:
-    """Means of the values nearer than ``reach`` and of the first ones exactly at it."""
+    """Means of each column's values nearer than ``reach``, completed by the first values at exactly that distance."""
     distances = np.abs(block - medians)
     is_nearer, is_at_reach = distances < reach, distances == reach
     room = count - is_nearer.sum(0, dtype=np.int32)

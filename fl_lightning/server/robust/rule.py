@@ -93,7 +93,7 @@ class RobustRule(Ranged, KeptUpdates):
 
     @property
     def trusted_client(self) -> int | None:
-        """Client whose update judges the others and must be in every round, or None."""
+        """Id of the client by whose update all others are judged, so that it must be in every round; or None."""
         return None
 
     @property
@@ -287,7 +287,7 @@ class Bucketing(RobustRule):
 
 
 def check_mixable(rule: RobustRule) -> None:
-    """Raise ConfigurationError if the rule has a trusted client, whose own update it needs."""
+    """Raise ConfigurationError if a rule needs the unmixed update of a trusted client."""
     if rule.trusted_client is not None:
         raise ConfigurationError(
             f"{type(rule).__name__} needs the trusted client's own update, and a mixed update belongs to "

@@ -142,7 +142,7 @@ MOST_ENTRIES_ON_CPU = 50_000
 
 
 class Chunk:
-    """Parameters of one dtype and device whose active entries move together.
+    """Parameters of one dtype and device, whose active entries are updated together.
 
     Args:
         params: parameters with active entries.
@@ -232,7 +232,7 @@ def _chunks(params: Sequence[Tensor], active: Sequence[Tensor]) -> list[Chunk]:
 def _shares(
     pairs: list[tuple[Tensor, Tensor]], device: torch.device
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Divide tensors into shares whose values fit into the cache."""
+    """Group tensors so that the values of each group fit into the processor's cache."""
     share: list[tuple[Tensor, Tensor]] = []
     size = 0
     for param, index in pairs:

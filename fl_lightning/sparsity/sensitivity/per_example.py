@@ -105,7 +105,7 @@ class SquaredGradients(Estimator):
     """
 
     def given(self, seed: int) -> Given:
-        """Return a function of a batch and its size; it returns the second argument of `choose` for each example.
+        """Return a function from a batch and its size to the second arguments of `choose`, one for each example.
 
         The function is called in the order of the examples. By default its results are empty.
         """

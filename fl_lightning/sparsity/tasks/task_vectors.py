@@ -127,7 +127,7 @@ class TaskVector:
     __rmul__ = __mul__
 
     def __neg__(self) -> TaskVector:
-        """Return the negated task, which makes a model forget it."""
+        """Return the negated task vector, which makes a model forget the task."""
         return TaskVector(self.shapes, -self.vector)
 
     def __repr__(self) -> str:
