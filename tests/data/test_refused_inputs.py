@@ -135,7 +135,7 @@ WHOLE = {
     "empty.npz": (lambda: npz(x=np.zeros((0, 3)), y=np.zeros(0)), arrays, r"inputs must have one row for each example, at least one, got shape \(0, 3\)"),
     "one number.npz": (lambda: npz(x=np.float64(3), y=np.float64(3)), arrays, r"at least one, got shape \(\)"),
     "one target.npz": (lambda: npz(x=np.eye(2), y=np.float64(3)), arrays, "targets must have one row for each of 2 inputs, got a single value"),
-    "bomb.csv.gz": (lambda: gzip.compress(bytes(110_000_000), 1), table, "bytes unpack to more than 100000000: unpack it, and look"),
+    "bomb.csv.gz": (lambda: gzip.compress(bytes(110_000_000), 1), table, "bytes unpack to more than 100000000: unpack and inspect it"),
     "twice.csv": (lambda: b"a,a,y\n1,2,0\n3,4,1\n", table, "columns must have different names, and 'a' stands twice"),
     "twice.tsv": (lambda: b"y\ta\ty\n1\t2\t0\n3\t4\t1\n", table, "'y' stands twice"),
     "only names.csv": (lambda: b"a,y\n", table, "no training examples"),

@@ -265,7 +265,7 @@ def test_a_checkpoint_of_central_training_is_no_start(max_epochs, tmp_path):
 def test_a_trainer_that_fits_again_after_rounds_of_unknown_cost_is_refused():
     _, trainer = run(1)
     trainer.callbacks[0] = Federation(seed=4, engine="sequential", privacy=private())
-    with pytest.raises(ConfigurationError, match="what that cost is not known here"):
+    with pytest.raises(ConfigurationError, match="whose privacy cost is unknown"):
         more(trainer, 2)
 
 

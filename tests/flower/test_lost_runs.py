@@ -103,7 +103,7 @@ def test_a_lost_run_goes_on_by_itself_to_the_same_bits(act, reason):
     ],
 )
 def test_a_demo_with_noise_is_compared_where_the_noise_can_be_drawn_again(secure, last):
-    """It failed with "other bits than the simulation", whichever noise was drawn."""
+    """It failed with "the weights differ from the simulation's", whichever noise was drawn."""
     noise = {"clip_norm": 0.5, "noise_multiplier": 3.0, "secure_noise": secure}
     given = {
         "federation__privacy": {"class_path": "fl_lightning.LocalDP", "init_args": noise},

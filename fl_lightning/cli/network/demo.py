@@ -95,7 +95,7 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
         apart = _apart(folder)
     differing = [name for name in apart if not apart[name] <= _NOISE * is_noisy]  # NaN neither
     if differing:
-        raise RoundFailure(f"other bits than the simulation: {', '.join(differing[:3])} differ")
+        raise RoundFailure(f"the weights differ from the simulation's: {', '.join(differing[:3])}")
     told = f"weights within {max(apart.values()):.0e} of" if is_noisy else "bit-identical to"
     say(f"{told} the simulation; all files are removed")
 

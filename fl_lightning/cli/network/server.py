@@ -206,7 +206,7 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
         return
     if calibration.per_client:
         raise ConfigurationError(
-            "MaskCalibration: masks of the clients' own are simulated only: set per_client to false"
+            "MaskCalibration: masks per client work in simulations only: set per_client to false"
         )
     fit, private = calibration.head_fit, options.client_privacy
     if fit is not None and not isinstance(fit, OneExchange):

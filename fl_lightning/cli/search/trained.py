@@ -84,7 +84,7 @@ def look_at(given: Any, options: Sequence[str], look: Callable[[Trained], None])
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise
         raise ConfigurationError(
-            f"ckpt_path: {given.ckpt_path} is of another model or another space than the configuration's "
+            f"ckpt_path: {given.ckpt_path} belongs to another model or space than the configuration's "
             "model: give --config the config.yaml of the run that wrote it"
         ) from error
     if not looking.has_looked:

@@ -236,7 +236,7 @@ def _check_packed(path: Path) -> None:
             size += len(block)
             if size > most:
                 raise ValueError(
-                    f"its {path.stat().st_size} bytes unpack to more than {most}: unpack it, and look"
+                    f"its {path.stat().st_size} bytes unpack to more than {most}: unpack and inspect it"
                 )
 
 

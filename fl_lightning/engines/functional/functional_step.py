@@ -145,7 +145,7 @@ class TrainingStep:
         for name, new in [(n, new.clone()) for n, new in pairs if new is not tensors[n]]:
             old, buffers = tensors[name], dict(self._wrapper.module.named_buffers())
             if name not in buffers or (new.shape, new.dtype) != (old.shape, old.dtype):
-                raise CannotStack(f"training_step replaces {name} by something of another kind")
+                raise CannotStack(f"training_step replaces {name} by a value of another type")
             old.copy_(new.detach())
 
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
@@ -172,7 +172,7 @@ class TrainingStep:
             with self._context(), replayed:
                 output = functional_call(self._wrapper, inner, arguments)
                 if memory_of(tensors.values()) != before:  # under vmap these may end the process
-                    raise CannotStack("training_step gives a buffer other memory or another shape")
+                    raise CannotStack("training_step changes the shape or the memory of a buffer")
                 self._take_over_rebound(tensors, inner)
             logged, metrics = dict(self._log.values), dict(self._log.metrics)
         finally:

@@ -221,7 +221,7 @@ class MetricFeed:
         self, full: Sequence[MetricCall], single: Sequence[MetricCall] | None, batch_size: int
     ) -> None:
         if single is not None and [c[0] for c in full] != [c[0] for c in single]:
-            raise CannotStack("training_step updates other metrics for other sizes of a batch")
+            raise CannotStack("which metrics training_step updates depends on the batch size")
         self._updates: list[_Update] = []
         first = 0
         for number, call in enumerate(full):
@@ -242,7 +242,7 @@ class MetricFeed:
             [(u.call[0], _constants(u.call)) for u in f._updates] for f in (self, other)
         )
         if ours != theirs:
-            raise CannotStack("training_step updates other metrics for other sizes of a batch")
+            raise CannotStack("which metrics training_step updates depends on the batch size")
 
     def feed(self, steps: Sequence[GivenStep]) -> None:
         """Update the metrics with the examples of several steps."""

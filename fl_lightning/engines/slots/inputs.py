@@ -81,7 +81,7 @@ class DrawnRows:
         self, full: Sequence[Draw], single: Sequence[Draw] | None, num_slots: int, batch_size: int
     ) -> None:
         if single is not None and [d.method for d in full] != [d.method for d in single]:
-            raise CannotStack("training_step draws other random numbers for other sizes of a batch")
+            raise CannotStack("which random numbers training_step draws depends on the batch size")
         axes = [_axis(d, s, batch_size) for d, s in zip(full, single or full, strict=True)]
         self._rows = []
         for draw, one, axis in zip(full, single or full, axes, strict=True):

@@ -61,7 +61,9 @@ class StepFacts:
         first, tensors = _run(step, module, batch, size, trained)
         second, _ = _run(step, module, batch, size, trained)
         if _are_other(list(first.values()), list(second.values())):
-            raise CannotStack("training_step does other things each time that it is called")
+            raise CannotStack(
+                "training_step does not repeat the same operations when it is called again"
+            )
         buffers = dict(module.named_buffers())
         written = [n for n, tensor in tensors.items() if _is_written(module, n, tensor)]
         for name in written:

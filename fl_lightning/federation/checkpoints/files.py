@@ -62,8 +62,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             if files:
                 raise ConfigurationError(
-                    f"{path}: what clients remember is too large to be part of a checkpoint and "
-                    "is in files beside it, which needs a folder of this machine"
+                    f"{path}: the memories of the clients are too large to be part of a checkpoint, so they "
+                    "are in files beside it, which needs a folder of this machine"
                 )
             super().save_checkpoint(checkpoint, path, storage_options)
             return

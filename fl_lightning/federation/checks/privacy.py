@@ -74,7 +74,7 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
     ]
     if looking:  # Python shows the same warning only once
         rank_zero_warn(
-            "privacy: numbers of the clients without noise decide when training ends or which models "
+            "privacy: metrics of the clients without noise decide when training ends or which models "
             "are kept, which ε does not cover: " + ", ".join(looking)
         )
 

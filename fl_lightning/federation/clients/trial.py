@@ -215,7 +215,7 @@ class Trial:
         )
         if apart is None:
             return
-        reason = f"a trial client's {apart.name} was not the sequential one"
+        reason = f"a trial client's {apart.name} differs from sequential training"
         if math.isinf(apart.explained):
             reason += ", and its training is too unstable to tell why"
         raise CannotStack(reason)
@@ -224,7 +224,7 @@ class Trial:
         bound = max(_LEAST_SHARE, self._rounding.share) * expected.norm()
         if expected.shape != found.shape or not (expected - found).norm() <= bound:
             name = f"{type(metric).__name__} object"
-            raise CannotStack(f"a trial client's {name} was not the sequential one")
+            raise CannotStack(f"a trial client's {name} differs from sequential training")
 
     @property
     def _rounding(self) -> Rounding:

@@ -192,8 +192,8 @@ class PrivateStage(AroundFit):
         if earlier is None:
             raise ConfigurationError(
                 "federation.privacy: this Trainer has trained before, with another Federation or "
-                "without privacy, and what that cost is not known here: keep to one Federation, go on "
-                "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
+                "without privacy, whose privacy cost is unknown: use one Federation for all fits, resume a "
+                "private run with ckpt_path, or make a new Trainer"
             )
         self.load_state_dict(earlier.state_dict())
 
@@ -214,7 +214,7 @@ class PrivateStage(AroundFit):
             )
         if not rule.secure_noise:
             rank_zero_warn(
-                "privacy: secure_noise is false, so who knows the seed can take the noise off again"
+                "privacy: secure_noise is false, so that anybody with the seed can subtract the noise"
             )
         self._stop_within_budget(trainer, trainer.current_epoch)
 

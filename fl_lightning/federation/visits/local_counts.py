@@ -89,7 +89,7 @@ class LocalCounts:
 
     def refuse_in_slots(self, name: str) -> None:
         """Raise `CannotStack` for a step that reads a value of a single client."""
-        raise CannotStack(f"training_step reads {name}, which is one client's own")
+        raise CannotStack(f"training_step reads {name}, which differs between clients")
 
 
 class _CountingTrainer(Trainer):

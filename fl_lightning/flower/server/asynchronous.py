@@ -220,7 +220,9 @@ class AsynchronousSites(Sites):
         failure = ClientFailure(client, f"at site {reply.site}: {reply.reason}")
         if self._options.on_client_failure == "raise":
             self.lose(failure)
-        rank_zero_warn(f"round {self._run.round_index + 1}, {failure}: somebody else is started")
+        rank_zero_warn(
+            f"round {self._run.round_index + 1}, {failure}: another client is started instead"
+        )
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= max(len(at_work), len(set(self._remote.site_of.values()))):
             raise RoundFailure(
