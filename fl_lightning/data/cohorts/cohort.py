@@ -30,7 +30,7 @@ _OF_COHORTS = Traits(
 _OF_FRESH_LOSSES = Traits(
     needs={
         Trait.RETURNED_LOSS: "measures the loss that training_step returns",
-        Trait.SIMULATION: "asks for clients' losses on the present model",
+        Trait.SIMULATION: "needs clients' losses on the current model",
     },
     instead=dict.fromkeys(
         (Trait.RETURNED_LOSS, Trait.SIMULATION),
