@@ -80,24 +80,3 @@ def help_for(words: Sequence[str]) -> str | None:
         if page is not None and following.startswith("--") and word.startswith("--"):
             return page
     return None
-
-
-def without_all(words: Sequence[str]) -> list[str]:
-    """Replace ``--help all`` in a command line by the parser's own ``--help``.
-
-    Example:
-        >>> without_all(["fit", "--help", "all"])
-        ['fit', '--help']
-    """
-    is_all = len(words) == 3 and [*words[1:]] == ["--help", "all"]
-    return [*words[:-1]] if is_all else [*words]
-
-
-def command_of(words: Sequence[str]) -> str | None:
-    """Return the first word that is a command; None if there is none.
-
-    Example:
-        >>> command_of(["--config", "quickstart", "fit"])
-        'fit'
-    """
-    return next((word for word in words if word in COMMANDS), None)

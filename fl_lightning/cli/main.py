@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fl_lightning.cli import configs, init
-from fl_lightning.cli.help import COMMANDS, OF_LIGHTNING, command_of, help_for, without_all
+from fl_lightning.cli.help import COMMANDS, OF_LIGHTNING, help_for
 from fl_lightning.cli.names import check_classes, contents, whole
 from fl_lightning.cli.yaml_files import check_word, files_of
 from fl_lightning.core.errors import ConfigurationError, close_to
@@ -43,7 +43,8 @@ def main(args: Any = None) -> None:
     try:
         said = _answer(words)
         if said is None:
-            words = whole(configs.with_paths(without_all(words)))
+            is_all = words[1:] == ["--help", "all"]  # the parser's own help has all options
+            words = whole(configs.with_paths(words[:-1] if is_all else words))
             check_command(words)
     except ConfigurationError as error:
         _refuse(str(error))
@@ -61,7 +62,7 @@ def _answer(words: Sequence[str]) -> str | None:
         from fl_lightning import __version__
 
         return f"fl-lightning {__version__}"
-    if words and words[0] not in ("--help", "-h") and command_of(words) is None:
+    if words and words[0] not in ("--help", "-h") and not any(word in COMMANDS for word in words):
         _refuse_command(words[0])
     if words and words[0] == "configs":
         return configs.run(words[1:])

@@ -29,8 +29,7 @@ _OUR_DATA = (
     *(f"{package}.FederatedDataModule" for package in ("fl_lightning", "fl_lightning.data")),
 )
 _WORD = re.compile(
-    r"--(?P<path>(?P<block>\w+)(?:\.init_args)?\.(?P<option>\w+))(?P<rest>\+|\.class_path|\.help)?"
-    r"(?:=(?P<value>.*))?"
+    r"--(?P<block>\w+)(?:\.init_args)?\.(?P<option>\w+)(?:\+|\.class_path|\.help)?(?:=(?P<value>.*))?"
 )
 _CLASS = re.compile(r"(?P<module>[a-z_]\w*(?:\.[a-z_]\w*)*)\.(?P<name>[A-Z]\w*)")
 # words in the source of a module that may define further names when it is imported

@@ -97,16 +97,19 @@ _EVALUATIONS = (
 )
 
 
-def _evaluations(module: LightningModule, data: LightningDataModule | None) -> list[str]:
-    """Return the commands (validate, test, predict) for which module and data define the needed methods."""
+def _evaluation(module: LightningModule, data: LightningDataModule | None) -> str | None:
+    """Return the first of validate, test and predict for which module and data define the needed methods."""
     if isinstance(data, FederatedDataModule) and data.evaluated_by is not None:
         data = data.source  # no command here reads remote clients' examples
-    return [
-        command
-        for command, step, loader in _EVALUATIONS
-        if any(is_overridden(loader, one) for one in (module, data))
-        and (step is None or is_overridden(step, module))
-    ]
+    return next(
+        (
+            command
+            for command, step, loader in _EVALUATIONS
+            if any(is_overridden(loader, one) for one in (module, data))
+            and (step is None or is_overridden(step, module))
+        ),
+        None,
+    )
 
 
 def report_whereabouts(trainer: Trainer, data: LightningDataModule | None) -> None:
@@ -123,7 +126,8 @@ def report_whereabouts(trainer: Trainer, data: LightningDataModule | None) -> No
     reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
     if any(each.page for each in reports) and Path(folder, REPORT).exists():
         lines.append(f"report:     {shown_path(str(Path(folder, REPORT)))}")
-    for path, words in saved_models(trainer).items():
+    models = saved_models(trainer)
+    for path, words in models.items():
         lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
     if trainer.logger is not None:
         lines.append(f"logs:       {shown_path(folder)}")
@@ -134,13 +138,10 @@ def report_whereabouts(trainer: Trainer, data: LightningDataModule | None) -> No
             f"look:       tensorboard --logdir {shown_path(trainer.logger.save_dir or '')}"
         )
     configuration = Path(own_run_folder(trainer), CONFIG)
-    if configuration.exists() and saved_models(trainer):
-        best = shown_path([*saved_models(trainer)][-1])
-        where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
-        lines += [
-            f"next:       fl-lightning {each} {where}"
-            for each in _evaluations(trainer.lightning_module, data)[:1]
-        ]
+    command = _evaluation(trainer.lightning_module, data)
+    if configuration.exists() and models and command:
+        where = f"--config {shown_path(str(configuration))} --ckpt_path {shown_path([*models][-1])}"
+        lines.append(f"next:       fl-lightning {command} {where}")
     print("\n".join(["", *map(in_columns, lines)]))
 
 
