@@ -180,7 +180,7 @@ def check_options(options: Any) -> None:
 
 
 def fields_of(document: Mapping[str, Any], names: tuple[str, ...], what: str) -> dict[str, Any]:
-    """Return a document after a check that its fields are exactly ``names``; else raise MessageError."""
+    """Return a document if its fields are exactly ``names``; else raise MessageError."""
     if type(document) is not dict:
         raise MessageError(f"{what} must be a mapping, got {shown(document)}")
     unknown, missing = sorted(document.keys() - set(names)), sorted(set(names) - document.keys())

@@ -193,7 +193,7 @@ class Penalty(ABC):
 @final
 @dataclass(frozen=True)
 class LogPenalty(Penalty):
-    """CE · α (log E / log r)^β, with the settings of FBNet; ProxylessNAS sets r and an exponent of 0.3.
+    """Task loss times a power of the log cost, CE · α (log E / log r)^β; FBNet by default, ProxylessNAS with β = 0.3.
 
     Attributes:
         reference: r > 1.
@@ -226,7 +226,7 @@ class LogPenalty(Penalty):
 @final
 @dataclass(frozen=True)
 class LinearPenalty(Penalty):
-    """CE + λ (E - r) / r, or with ``absolute`` TuNAS's CE + λ |E - r| / r.
+    """Task loss plus the relative excess of the cost, CE + λ (E - r) / r; ``absolute`` takes |E - r|, as TuNAS.
 
     Attributes:
         reference: r > 0, in the unit of the cost; with ``absolute`` the target.

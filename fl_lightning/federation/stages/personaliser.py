@@ -70,7 +70,7 @@ class Personaliser(Stage):
 
     @property
     def kind(self) -> str | None:
-        """Name of the rule in checkpoints; None if no tensor is personal."""
+        """Name of the personalisation rule in checkpoints; None if no tensor is personal."""
         return type(self._rule).__name__ if self.names else None
 
     @contextmanager

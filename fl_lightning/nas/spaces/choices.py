@@ -193,7 +193,7 @@ Size = Number | OpenSize
 
 
 def pick(options: Sequence[Number], label: str) -> Any:
-    """Return a choice of a size; in the network of one architecture the number that was chosen."""
+    """Make a choice of a size in a module's constructor; in the network of one architecture, return the chosen number."""
     current, choice = _BUILDING.get(), ValueChoice(options, label)
     return choice if current is None or current.chosen is None else choice.now
 

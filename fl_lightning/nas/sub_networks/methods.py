@@ -42,7 +42,7 @@ from fl_lightning.nas.sub_networks.capability import within
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Inputs of a local step: networks, losses and draws.
+    """Inputs of a method's local step: networks, loss functions and a random generator.
 
     Attributes:
         limit: largest sub-network that the client trains.

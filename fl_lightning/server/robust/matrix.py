@@ -251,7 +251,7 @@ def mixed_rows(rows: Rows, matrix: Floats) -> Rows:
 
 
 def rows_and_one(rows: Rows, last: Floats) -> Rows:
-    """Return all rows, followed by one more vector, shape (k,), with no examples behind it."""
+    """Return all rows and one more vector, shape (k,), as a last row with 0 examples."""
 
     def blocks(some: Sequence[int] | None) -> Blocks:
         for columns, block in rows.blocks():
