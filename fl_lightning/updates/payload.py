@@ -321,7 +321,7 @@ def _read_gaps(gaps: Bytes, low_bits: int, count: int, size: int) -> Tensor:
 
 
 def vector_in(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
-    """Take a vector out of a container's tensors; raise if its dtype is not one of the allowed ones.
+    """Extract a vector from a container's tensors; raise if its dtype is not one of the allowed ones.
 
     Raises:
         MessageError: if the tensor is missing, no vector, or of another dtype.
