@@ -137,7 +137,7 @@ def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch():
             ["--ckpt_path=ONE", "--", "--data.init_args.source.init_args.val_fraction=0"],
             "no validation examples",
         ),
-        (["--ckpt_path=moved.ckpt", "--config", CELLS], "of another model or another space"),
+        (["--ckpt_path=moved.ckpt", "--config", CELLS], "belongs to another model or space"),
         (["--ckpt_path=moved.ckpt"], "has left no config.yaml beside it"),
         (["--ckpt_path=nan.ckpt", "--config", ONE_SHOT], "is not finite"),
         (["--space=darts", "--", "--trainer.devices=1"], "give --ckpt_path as well"),
