@@ -128,7 +128,7 @@ def test_a_step_that_sets_parameters_is_refused_and_undone(way, vectorize):
     params = dict(module.named_parameters())
     before = {name: param.clone() for name, param in params.items()}
     summed = gradients(module, vectorize=vectorize)
-    with pytest.raises(ConfigurationError, match="training_step sets parameters itself"):
+    with pytest.raises(ConfigurationError, match="training_step changes parameters itself"):
         summed(Space.of_parameters(module), batch(), 0, 0.5)
     for name, param in module.named_parameters():
         assert param is params[name]

@@ -62,7 +62,7 @@ def test_a_mean_over_the_batch_is_that_of_the_examples_that_count(window):
         (lambda m, x, y: m.update(x.mean(), weight=len(x)), "depend on the size of the batch"),
         (lambda m, x, y: m.update(x.mean(0)), r"a tensor of shape \(3,\)"),
         (lambda m, x, y: m.compute(), "training_step uses compute of MeanMetric 'metric'"),
-        (lambda m, x, y: [m.update(x) for _ in x], "updates other metrics"),
+        (lambda m, x, y: [m.update(x) for _ in x], "which metrics training_step updates"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(call, words):
