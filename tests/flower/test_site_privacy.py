@@ -153,7 +153,7 @@ def test_a_budget_per_year_comes_back(days, allowed, tmp_path):
 @pytest.mark.parametrize("content", ["", "{}", '{"entries": [{}]}', '{"entries": 3}'])
 def test_a_ledger_that_cannot_be_read_is_not_taken_for_an_empty_one(content, tmp_path):
     (tmp_path / "privacy.json").write_text(content)
-    with pytest.raises(Refused, match="put a copy of it back"):
+    with pytest.raises(Refused, match="restore it from a copy"):
         SitePrivacy(FIRM, RUN, account(tmp_path, epsilon=SPENT), range(6))
 
 

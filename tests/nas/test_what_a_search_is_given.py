@@ -86,7 +86,7 @@ def test_runs_that_are_no_search_are_refused():
         with pytest.raises(ConfigurationError, match="bf16-mixed"):
             _check_precision(half)
     _check_precision("bf16-mixed")
-    with pytest.raises(ConfigurationError, match=r"got 2: each would move an alpha of its own"):
+    with pytest.raises(ConfigurationError, match=r"got 2: each would have its own alpha"):
         _check_one_device(2)
     _check_one_device(1)
 
