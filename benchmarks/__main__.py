@@ -150,7 +150,7 @@ class Measurement:
 
 
 def _saved() -> dict[str, Any]:
-    return json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}  # type: ignore[no-any-return]
+    return json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
 
 
 def save(path: Path, results: object) -> None:
