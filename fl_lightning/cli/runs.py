@@ -146,7 +146,7 @@ def report_whereabouts(trainer: Trainer, data: LightningDataModule | None) -> No
 
 
 def in_columns(line: str) -> str:
-    """Lay a line out in two columns, as wide as the terminal; without a terminal it is unchanged.
+    """Format a line as two columns that together fill the terminal; without a terminal it is unchanged.
 
     A command to type stays one line, which can be pasted into a shell.
     """

@@ -193,7 +193,7 @@ class LocalTrainer:
             )
         self.round_start.note(number)
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
-        self._personal_start = self.personal.read() if self._apart else None
+        self._personal_start = self.personal.read() if self.personal.size else None
         elsewhere = {*self.buffers.names, *self._apart}
         fixed = self.tensors.fixed.items()
         constant = {n: t for n, t in fixed if is_number(t) and n not in elsewhere}
@@ -239,14 +239,16 @@ class LocalTrainer:
             appended = self._attributes.put_back()
             self._appended += appended if self.keeps_lists else []
         self.keeps_lists = False
+        if self._loaded is None and self._personal_start is not None:
+            # ahead of the shared entries: a copy beside has those as well, and others that a mask freezes
+            self.personal.write(self._personal_start)
         self.space.write(model.params)
         self.buffers.write(model.buffers)
         if self._integers:
             with torch.no_grad():
                 torch._foreach_copy_(self._integer_buffers, self._integers)
-        own = self._personal_start if self._loaded is None else self._loaded
-        if own is not None:
-            self.personal.write(own)
+        if self._loaded is not None:
+            self.personal.write(self._loaded)
         self.round_start.put_back()
 
     def train(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metrics import PER_EXAMPLE
+from fl_lightning.core.metrics import PER_EXAMPLE, pool
 
 _MEANS = {"mean", "avg"}
 _REDUCTIONS = {*_MEANS, "sum", "min", "max"}
@@ -33,6 +34,19 @@ def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
         object.__delattr__(owner, name)
         if had:
             object.__setattr__(owner, name, before)
+
+
+@dataclass(frozen=True)
+class LoggedMetrics:
+    """States of logged torchmetrics objects, which add up over processes and sites.
+
+    Attributes:
+        logged: name, name per epoch, and path in the module of every object; one may have several names.
+        states: state of every object by name, by path.
+    """
+
+    logged: list[tuple[str, str, str]]
+    states: dict[str, dict[str, Any]]
 
 
 class LogCollector:
@@ -230,11 +244,20 @@ class LogCollector:
         self._metrics.clear()
         return values
 
-    def metric_states(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state of every logged torchmetrics object, by the object's path in the module."""
+    def metric_states(self, module: nn.Module) -> LoggedMetrics:
+        """Return the states of the logged torchmetrics objects that are parts of a module."""
         paths = {id(child): path for path, child in module.named_modules()}
-        logged = [metric for metric in self._metrics.values() if id(metric) in paths]
-        return {paths[id(m)]: dict(m.metric_state) for m in logged}
+        inside = {n: metric for n, metric in self._metrics.items() if id(metric) in paths}
+        logged = [(n, self.epoch_names[n], paths[id(metric)]) for n, metric in inside.items()]
+        return LoggedMetrics(logged, {paths[id(m)]: dict(m.metric_state) for m in inside.values()})
+
+    def pool_metrics(self, parts: Sequence[LoggedMetrics], module: nn.Module) -> None:
+        """Merge states into the torchmetrics objects of a module, which count as logged."""
+        for name, epoch_name, place in sorted({entry for part in parts for entry in part.logged}):
+            self.add_metric(name, epoch_name, module.get_submodule(place))  # type: ignore[arg-type]
+        for place in sorted({place for part in parts for place in part.states}):
+            states = [part.states[place] for part in parts if place in part.states]
+            pool(module.get_submodule(place), states)  # type: ignore[arg-type]
 
 
 def _reduced(reduction: str, logged: list[tuple[Tensor | float, int]]) -> Tensor:

@@ -29,6 +29,7 @@ class Trait(Enum):
     ONE_MASK = "all clients train the same parameters"
     ALL_PARAMETERS = "no mask keeps parameters from training"
     SIMULATION = "all clients are simulated in the server's program"
+    CLEAR_SUMS = "the server may read sums over a single client's examples"
 
 
 Clauses = Mapping[Trait, str]

@@ -48,6 +48,7 @@ from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import Read
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
+STATISTICS = "batch_norm/sums"  # name of sums for batch norm statistics, among those that remote clients send
 _CENTRAL = "all examples of a central run"  # instead of a partition's fingerprint in checkpoints
 
 
@@ -246,8 +247,9 @@ class FederatedDataModule(ForwardingDataModule):
     # For remote clients: function from a stage (``validation`` or ``test``) and clients to the metrics
     # that each client logs on its held-out examples. Set by the part that evaluates them remotely.
     evaluated_by: Callable[[str, list[int]], dict[int, dict[str, Tensor]]] | None = None
-    # For remote clients: function from their numbers of examples to their batch norm sums, by sub-network.
-    summed_by: Callable[[Mapping[int, int]], Iterator[list[dict[str, Tensor]]]] | None = None
+    # For remote clients: function that asks them for sums over their training examples. Its arguments are
+    # those of `ClientsAtSites.sums`.
+    summed_by: Callable[..., Iterator[Any]] | None = None
 
     def join_as(self, places: Mapping[int, int], num_clients: int) -> None:
         """Renumber the clients as part of a larger federation, whose other clients get no examples.

@@ -68,12 +68,12 @@ class Parameter:
             return _spaced(own, self.points)
         if own.log or own.step is None:  # for integers, Optuna's step is at least 1
             raise ConfigurationError(
-                f"space: a grid over {path} needs to know which numbers: give points, or a list"
+                f"space: a grid over {path} needs its numbers: give points (how many), or a list"
             )
         count = math.floor((own.high - own.low) / own.step + 1e-9) + 1
         if count > _MOST_GRID:
             raise ConfigurationError(
-                f"space: a grid over {path} has {count} numbers: give points, or a larger step"
+                f"space: a grid over {path} has too many numbers, {count}: give points, or a larger step"
             )
         return [own.low + number * own.step for number in range(count)]
 

@@ -30,6 +30,7 @@ from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.server import (
     ServerOptimizer,
     ServerSchedule,
+    as_aggregator,
     fedavg_optimizer,
 )
 from fl_lightning.server.staleness import AsyncRule
@@ -261,6 +262,13 @@ class Options:
     def client_privacy(self) -> Privacy | None:
         """Differential privacy of clients, or None."""
         return None if isinstance(self.privacy, ExampleDP) else self.privacy
+
+    @property
+    def hides_clients(self) -> bool:
+        """True if the server can read no single client's update: noise by clients, or a hidden sum."""
+        private, aggregator = self.client_privacy, as_aggregator(self.aggregator)
+        adds_noise = private is not None and private.clients_add_noise
+        return adds_noise or aggregator.protection is not None
 
 
 def federation_options(trainer: Trainer) -> Options | None:

@@ -79,7 +79,13 @@ def prepare(
         cleanup.callback(data.poison, [], None)
     calendar = Calendar(trainer, options)
     planned_batches = int(calendar.num_batches.max(initial=0))
-    count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
+    count_locally(
+        trainer,
+        calendar.planned_steps,
+        planned_batches,
+        cleanup,
+        has_late_clients=options.asynchronous is not None,
+    )
     data.train_in_rounds(calendar.cohorts)
     cleanup.callback(data.train_in_rounds, None)
     # so that Lightning counts rounds; the limit counts clients

@@ -15,25 +15,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from fl_lightning.client.local_training import LocalTrainer
-from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.log_collector import LogCollector, LoggedMetrics
 from fl_lightning.core.container import as_tensor, bytes_of
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metrics import pool
 from fl_lightning.core.plain_json import MessageError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation import Transport
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
-from fl_lightning.nas.shared_weights import SharedWeights
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.updates.message import Agreement, Message, MessageKind, decode, encode
 from fl_lightning.updates.path import Broadcast
@@ -185,8 +182,7 @@ class Packing:
             )
 
 
-_MODEL, _BITS = "stage/model/", "stage/mask/"
-_FIELDS = ("version", "hash", "shapes")  # the version is that of the layout of bits
+_MODEL, _MASK = "stage/model/", "stage/mask/file"
 
 
 def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
@@ -237,9 +233,7 @@ class RunMask(NamedTuple):
 
 def mask_tensors(mask: RunMask) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a mask as options and tensors of an order."""
-    state = mask.mask.state_dict()
-    bits = {f"{_BITS}{name}": tensor for name, tensor in state["bits"].items()}
-    return {"mask": {name: state[name] for name in _FIELDS}, "mask_number": mask.number}, bits
+    return {"mask_number": mask.number}, {_MASK: as_tensor(mask.mask.to_bytes())}
 
 
 def mask_of(order: Order) -> RunMask | None:
@@ -251,20 +245,20 @@ def mask_of(order: Order) -> RunMask | None:
     if "mask_number" not in order.options:
         return None
     try:
-        told = {name: order.options["mask"][name] for name in _FIELDS}
-        mask = Mask.from_state_dict(told | {"bits": of_stage(_BITS, order.tensors)})
+        mask = Mask.from_bytes(bytes_of(order.tensors.get(_MASK)))
         return RunMask(mask, int(order.options["mask_number"]))
-    except (ConfigurationError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError) as error:
         raise OrderRefused("model", f"the order has no mask: {error}") from error
 
 
-# sums of a client for a calibration, and the name of those for batch norm among what a site lets leave
-SUMS, STATISTICS = "stage/sums/", "batch_norm/sums"
+# of a calibration: sums of a client, and parameters to use instead of the module's
+SUMS, VALUES = "stage/sums/", "stage/values/"
 
 
-def named_sums(found: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the batch norm sums of several networks as one mapping, by number of the network and name."""
-    return {f"{at}/{name}": sums for at, own in enumerate(found) for name, sums in own.items()}
+def examples_of(order: Order) -> dict[int, int]:
+    """Return the number of examples of each client of an order to calibrate."""
+    told = dict(order.options["examples"])
+    return {client: told[client] for client in order.clients}
 
 
 def of_stage(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -281,31 +275,18 @@ OPTION = "logged"
 _PREFIX = "stage/metrics/"
 
 
-@dataclass(frozen=True)
-class MetricSums:
-    """States of torchmetrics objects, summed over the clients of a site.
-
-    Attributes:
-        logged: name, name per epoch and module path of each metric.
-        states: state tensors by name, by module path.
-    """
-
-    logged: list[list[str]]
-    states: dict[str, dict[str, Tensor]]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The states as tensors of an answer."""
-        return {
-            f"{_PREFIX}{place}/{name}": tensor.detach().cpu()
-            for place, state in self.states.items()
-            for name, tensor in state.items()
-        }
+def metric_tensors(metrics: LoggedMetrics) -> dict[str, Tensor]:
+    """Return the states of torchmetrics objects as tensors of an answer."""
+    return {
+        f"{_PREFIX}{place}/{name}": tensor.detach().cpu()
+        for place, state in metrics.states.items()
+        for name, tensor in state.items()
+    }
 
 
-def take_metric_sums(
+def take_metrics(
     collector: LogCollector, module: nn.Module, allows: Callable[[str], bool]
-) -> MetricSums:
+) -> LoggedMetrics:
     """Return the states of the torchmetrics objects that a site's clients have logged, and reset the objects.
 
     Args:
@@ -313,25 +294,24 @@ def take_metric_sums(
         module: module that has the objects.
         allows: returns True if a metric of this name may leave the site.
     """
-    states: dict[str, dict[str, Tensor]] = {}
-    logged: list[list[str]] = []
-    places = {id(child): path for path, child in module.named_modules()}
-    for name, metric in collector.metrics.items():
-        epoch_name, place = collector.epoch_names[name], places.get(id(metric))
-        state: dict[str, Any] = dict(metric.metric_state)
-        if place is None or not all(isinstance(value, Tensor) for value in state.values()):
+    found = collector.metric_states(module)
+    collector.collect_metrics()
+    sums = {
+        place: state
+        for place, state in found.states.items()
+        if all(isinstance(value, Tensor) for value in state.values())
+    }
+    for name, _, place in found.logged:
+        if place not in sums:
             log.warning(
                 "metric %s is not sent to the server: its state holds values of single examples",
                 name,
             )
-        elif allows(epoch_name):
-            states[place] = {key: value.clone() for key, value in state.items()}
-            logged.append([name, epoch_name, place])
-    collector.collect_metrics()
-    return MetricSums(logged, states)
+    logged = [entry for entry in found.logged if entry[2] in sums and allows(entry[1])]
+    return LoggedMetrics(logged, {place: sums[place] for _, _, place in logged})
 
 
-def metric_sums_of(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> MetricSums:
+def read_metrics(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> LoggedMetrics:
     """Read the states of a site's torchmetrics objects.
 
     Raises:
@@ -339,8 +319,8 @@ def metric_sums_of(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module
     """
     metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
     states: dict[str, dict[str, Tensor]] = {}
-    for entry in logged if isinstance(logged, list) else [None]:
-        name, _, place = _texts(entry, 3)
+    entries = [_texts(entry) for entry in (logged if isinstance(logged, list) else [None])]
+    for name, _, place in entries:
         if place not in metrics:
             raise ValueError("what it has logged is no metric of the module")
         ours: dict[str, Any] = dict(metrics[place].metric_state)
@@ -353,31 +333,36 @@ def metric_sums_of(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module
             if not bool((told.isfinite() | (told == value.cpu())).all()):
                 raise ValueError(f"the state {state} of its metric {name} is not finite")
         states[place] = found  # type: ignore[assignment]
-    return MetricSums(logged, states)
+    return LoggedMetrics(entries, states)
 
 
-def _texts(entry: Any, number: int) -> list[str]:
-    """Return a value that must be a list of ``number`` texts.
+def _texts(entry: Any) -> tuple[str, str, str]:
+    """Return a value that must be a list of three texts.
 
     Raises:
         ValueError: if it is anything else.
     """
-    texts = [part for part in entry if isinstance(part, str)] if isinstance(entry, list) else []
-    if len(texts) != number or texts != entry:
-        raise ValueError("what it has logged is no metric of the module")
-    return texts
+    if isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, str) for part in entry):
+        return entry[0], entry[1], entry[2]
+    raise ValueError("what it has logged is no metric of the module")
 
 
-def pool_metric_sums(
-    sums: Iterable[MetricSums], collector: LogCollector, module: nn.Module
-) -> None:
-    """Merge the states of all sites into the module's torchmetrics objects."""
-    all_of_them = list(sums)
-    for name, epoch_name, place in sorted({tuple(e) for each in all_of_them for e in each.logged}):
-        collector.add_metric(name, epoch_name, module.get_submodule(place))  # type: ignore[arg-type]
-    for place in sorted({place for each in all_of_them for place in each.states}):
-        states = [each.states[place] for each in all_of_them if place in each.states]
-        pool(module.get_submodule(place), states)  # type: ignore[arg-type]
+@runtime_checkable
+class Recalibrates(Protocol):
+    """Interface of a module that computes statistics for evaluations from sums over clients' examples."""
+
+    @property
+    def recomputed(self) -> Collection[str]:
+        """Names of the buffers with such statistics, in which server and sites may differ."""
+
+    def client_sums(self, counts: Mapping[int, int]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the sums of clients, given their numbers of examples, in this order."""
+
+    def statistics(self) -> Mapping[str, Tensor]:
+        """Return the sums that evaluations use."""
+
+    def hold_statistics(self, told: Mapping[str, Tensor]) -> None:
+        """Use the sums of `statistics` in the next evaluation."""
 
 
 def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
@@ -389,7 +374,7 @@ def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
         module: module that trains.
         local: knows which tensors are sent, and which are personal.
     """
-    recomputed = module.recomputed if isinstance(module, SharedWeights) else ()
+    recomputed = module.recomputed if isinstance(module, Recalibrates) else ()
     sent = (local.space, local.buffers, local.personal)
     elsewhere = {*recomputed, *(name for each in sent for name in each.names)}
     named = [*module.named_parameters(), *module.named_buffers()]

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Policy", "Refused"]
 
 KEY_SIZE = 32  # bytes
+MEASURES = ("flops", "params", "activations")  # of the cost of a network, see `fl_lightning.nas`
 MOST_THREADS, MOST_ROUNDS, MOST_CLIENTS = 64, 1_000_000, 10_000_000
 _PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
 
@@ -48,8 +50,8 @@ def _check_clients(what: str, clients: Any) -> None:
     numbers = [*clients.keys(), *clients.values()] if is_table else [None]
     if any(type(n) is not int or n < 0 for n in numbers):
         raise MessageError(
-            f"{what} must be a list of global ids, or a mapping from them to places in the site's "
-            f"data, whole numbers from 0, at least one, got {shown(clients)}"
+            f"{what} must be a non-empty list of client ids, or a mapping from client ids to positions in "
+            f"the site's data (all integers ≥ 0), got {shown(clients)}"
         )
     if len(set(clients.values())) < len(clients):
         raise MessageError(f"{what} must have places of their own, got {shown(clients)}")
@@ -71,6 +73,15 @@ def _check_socket(what: str, path: Any) -> None:
 def _check_text(what: str, text: Any) -> None:
     if type(text) is not str or not text:
         raise MessageError(f"{what} must be a text that is not empty, got {shown(text)}")
+
+
+def _check_costs(what: str, costs: Any) -> None:
+    numbers = costs.items() if isinstance(costs, Mapping) else ()
+    is_cost = [n in MEASURES and type(c) in (int, float) and 0 < c < math.inf for n, c in numbers]
+    if not is_cost or not all(is_cost):
+        raise MessageError(
+            f"{what} must be a mapping from {', '.join(MEASURES)} to numbers above 0, got {shown(costs)}"
+        )
 
 
 def _check_key_file(what: str, file: Any) -> None:
@@ -108,6 +119,8 @@ class Policy:
         most_steps: most local steps, or batches, of a client per order.
         most_parameters: most numbers in the tensors that are made when the model is built (`cli/network/site.py`).
         most_minutes: most minutes for an order, and for the set-up of a run.
+        most_cost: largest cost of the sub-networks of a `OneShot` that clients train, for one example: ``flops``,
+            ``params`` or ``activations``; None for no limit.
         classes: patterns of the class paths that the server may name, see `class_paths`; those in a file
             are added to the default.
         signing_key: file with the key, 32 bytes, that signs the site's messages in secure sums.
@@ -133,6 +146,7 @@ class Policy:
     most_steps: Positive = 100_000
     most_parameters: Positive = 2_000_000_000
     most_minutes: Positive = 720
+    most_cost: Annotated[Mapping[str, float], _check_costs] | None = None
     classes: tuple[Annotated[str, _check_pattern], ...] = DEFAULT
     signing_key: Annotated[Path, _check_key_file] | None = None
     sum_key: Annotated[Path, _check_key_file] | None = None

@@ -25,7 +25,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import check_whole
 from fl_lightning.flower.documents import check_fields, read_document
 from fl_lightning.flower.messages import Clients, Order, Site
-from fl_lightning.flower.server.greeting import SiteFacts
+from fl_lightning.flower.server.remote_clients import SiteFacts
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys

@@ -28,7 +28,7 @@ def rounds_in_one_pass(values: Tensor) -> bool:
 def rounded_at_random(
     values: Tensor, steps: Tensor, seed: int, limits: tuple[int, int], shift: float
 ) -> Tensor:
-    """Round values / steps + shift at random to int8, shape (n,).
+    """Round ``values / steps + shift`` stochastically to int8, shape (n,).
 
     Args:
         values: values, shape (n,).

@@ -51,7 +51,9 @@ def _build_ours(
     try:
         return _OURS[name](**arguments, **size)
     except TypeError as error:
-        raise ConfigurationError(f"network_kwargs: {error}. {name!r} has none.") from error
+        raise ConfigurationError(
+            f"network_kwargs: {name!r} does not have such an argument: {error}"
+        ) from error
 
 
 def _build_timm(

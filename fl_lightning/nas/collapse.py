@@ -30,10 +30,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.traits import NO_TRAITS, Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.nas.alpha_gradients import Tensors
 from fl_lightning.nas.relaxation import SearchStep
 from fl_lightning.nas.supernet import Supernet
+
+READS_EXAMPLES = Traits(
+    needs={Trait.SIMULATION: "measures an eigenvalue on clients' examples"},
+    instead={Trait.SIMULATION: "set its eigenvalue to false"},
+)
 
 
 class StopAtCollapse(Callback):
@@ -50,6 +56,7 @@ class StopAtCollapse(Callback):
 
     Attributes:
         unprotected: description of the values that ε does not cover; None without an eigenvalue.
+        traits: as those of the options of a federation.
 
     Raises:
         ConfigurationError: for values out of range; at the start for a search whose loss has no Hessian.
@@ -71,6 +78,7 @@ class StopAtCollapse(Callback):
         self._most_skips, self._num_examples = most_skips, num_examples
         self._has_eigenvalue, self._window, self._ratio = eigenvalue, window, ratio
         self.unprotected: str | None = None
+        self.traits = READS_EXAMPLES if eigenvalue else NO_TRAITS
         if eigenvalue:
             self.unprotected = "the largest eigenvalue, which examples of single clients show"
         self._eigenvalues: list[float] = []

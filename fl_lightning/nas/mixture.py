@@ -127,13 +127,16 @@ class CellMixture(SharedWeights):
     Attributes:
         alpha: logits of the operations, shape (num_rows, num_operations).
         beta: logits of the edges, shape (num_rows,), for PC-DARTS; None for other rules.
-        chosen: architecture that was chosen by other means than α; None if α selects it.
+        choice: options of the architecture that was chosen by other means than α, as integers, one per
+            decision; -1 if α selects it.
         latency: latency table that the penalty uses; None if it uses a counted cost.
         started_from: architecture of the zero-cost start; None for a random start.
 
     Raises:
         ConfigurationError: for an α with a start that is held at 0.
     """
+
+    choice: Tensor
 
     def __init__(
         self,
@@ -163,7 +166,8 @@ class CellMixture(SharedWeights):
             self.started_from = space.derive(start)
         self.alpha = nn.Parameter(start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if rule.has_beta else None
-        self.chosen: Architecture | None = None
+        # a buffer: it comes back from the process that trained
+        self.register_buffer("choice", torch.full((len(space.decisions),), -1))
         self._measured: dict[str, Tensor] = {}  # α and β of the networks with statistics
 
     def _zero_cost(self, start: ZeroCostStart) -> Tensor:
@@ -193,10 +197,20 @@ class CellMixture(SharedWeights):
         return values
 
     @property
+    def chosen(self) -> Architecture | None:
+        """Architecture that was chosen by other means than α; None if α selects it."""
+        options = self.choice.tolist()
+        return None if min(options) < 0 else self.space.architecture(options)
+
+    @chosen.setter
+    def chosen(self, architecture: Architecture | None) -> None:
+        self.choice[:] = -1 if architecture is None else torch.tensor(architecture.choices)
+
+    @property
     def architecture(self) -> Architecture:
         """Architecture that α selects now; or `chosen` if there is one."""
-        if self.chosen is not None:
-            return self.chosen
+        if (chosen := self.chosen) is not None:
+            return chosen
         beta = None if self.beta is None else self.beta.detach()
         return self.space.derive(self.alpha.detach(), beta)
 
@@ -292,7 +306,12 @@ class CellMixture(SharedWeights):
                 [EdgeWeights(factors * kept[:, None], edges=edges * kept) for kept in others]
             )
             assert found is not None, "the examples are those of before"
-            logits = factors * (2 - torch.tensor(found).to(factors))[:, None]
+            # of edges that are missed alike those with the largest weights
+            weights = ((space.masked(alpha).softmax(1) * factors).sum(1) * edges).tolist()
+            least_missed = sorted(rows, key=lambda row: (-found[row], weights[row]))
+            places = torch.zeros(len(rows))
+            places[least_missed] = torch.arange(len(rows)).to(places) / len(rows)
+            logits = factors * (1 + places).to(factors)[:, None]
         self.chosen = space.derive(logits)
         return "of the operations that the mixture misses most"
 

@@ -54,6 +54,14 @@ FROZEN = Traits(
     needs={Trait.SIMULATION: "has a frozen teacher, whose weights are not sent to sites"},
     instead={Trait.SIMULATION: "set largest of model.method to learns"},
 )
+# of a network with batch norm
+SUMMED = Traits(
+    needs={Trait.CLEAR_SUMS: "needs sums of each client's activations, for batch norm statistics"},
+    instead={
+        Trait.CLEAR_SUMS: "use a space without batch norm (fl_lightning.nas.ViT), or Mean without LocalDP and "
+        "DistributedDP",
+    },
+)
 
 
 class OneShot(SharedWeights):
@@ -83,6 +91,9 @@ class OneShot(SharedWeights):
         optimizer: optimizer of the weights; SGD with rate 0.05 and momentum 0.9 if None.
         schedule: schedule of the learning rate over rounds (epochs); constant if None.
         seed: seed of all draws; the run's seed if None.
+
+    Attributes:
+        most_of_clients: largest sub-network that a client's site allows, by client; `capability` may say less.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -143,9 +154,11 @@ class OneShot(SharedWeights):
             )
         for norm in norms if zero_gamma else ():
             nn.init.zeros_(norm.weight)
+        if has_statistics(self.network):
+            self.federation_traits |= SUMMED
         if isinstance(self.method, Shrinking) and self.method.largest == "frozen":
-            self.federation_traits = _TRAITS | FROZEN
-        self.capability = capability
+            self.federation_traits |= FROZEN
+        self.capability, self.most_of_clients = capability, dict[int, Architecture]()
         self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
         self._drop_connect, self._decay_weights_only = drop_connect, decay_weights_only
         self._same_draws = same_draws

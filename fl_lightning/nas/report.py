@@ -61,7 +61,8 @@ class SearchReport(Callback):
 
     def __init__(self) -> None:
         self._signal = GradientSignal()
-        self._choice = ""  # description of a choice by other means than α
+        # description of a choice by other means than α, empty without one; None before the search has ended
+        self._choice: str | None = None
         self._shares: dict[int, Tensor] = {}  # probabilities of the operations after each round
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,10 +174,9 @@ class SearchReport(Callback):
         if not why:
             is_start = found == module.started_from
             return f"architecture: {found}{', that of its zero-cost start' if is_start else ''}"
-        ratio = self._signal.to_noise
-        needs = (
-            f": {(3 / ratio) ** 2:,.0f} steps of alpha at this signal to noise" if ratio > 0 else ""
-        )
+        ratio, needs = self._signal.to_noise, ""
+        if ratio > 0 and (steps := (3 / ratio) ** 2) > self._signal.count:
+            needs = f": {steps:,.0f} steps of alpha at this signal to noise"
         return (
             f"alpha has not decided: {why}. Its largest numbers say {found}, little better than a draw. "
             f"Search longer{needs}, with a higher rate of alpha, or let the weights learn first (model.alpha_from)"
@@ -194,6 +194,10 @@ class SearchReport(Callback):
         """Log the found architecture and write its files."""
         module: Any = pl_module
         folder = Path(run_folder(trainer))
+        if (
+            self._choice is None
+        ):  # all rounds were done before: training did not begin, and so did not end
+            self.on_train_end(trainer, pl_module)
         found = module.architecture
         cost = module.networks.cost(found)
         verdict = self._verdict(module, max(trainer.current_epoch - 1, 0))
@@ -366,11 +370,14 @@ def _check_reach(module: Any, num_steps: float, num_rounds: int) -> None:
     """Raise ConfigurationError if α cannot decide in a number of steps, all in one direction.
 
     Runs of a single round or of fewer than 10 steps, which try a configuration, are not checked; nor are
-    those in which α is held or starts decided, by a zero-cost start or from an earlier search.
+    those in which accuracy decides, or α is held or starts decided, by a zero-cost start or from an earlier
+    search.
     """
     optimizer = module.new_architecture_optimizer(list(module.alphas.values()))
     has_moments = "betas" in optimizer.defaults  # of Adam's kind
     if num_rounds < 2 or num_steps < _LEAST_STEPS or module.alpha_held or not has_moments:
+        return
+    if module.selection == "perturbation":
         return
 
     def entropy(reach: float) -> float:

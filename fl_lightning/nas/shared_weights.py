@@ -8,7 +8,7 @@ training examples that add up over clients (`recalibrated`).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -22,18 +22,25 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.core.seeds import run_seed
+from fl_lightning.data.federated import STATISTICS
+from fl_lightning.data.shards import FlatShards
+from fl_lightning.federation import ExampleOwners, clients_as_owners, federation_options
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.spaces.space import Networks
 from fl_lightning.nas.sub_networks.evaluation import (
     Sums,
+    TrainingExamples,
     batch_norms,
     has_statistics,
     normalised_by,
     recalibrated,
+    sums_of_owners,
 )
 from fl_lightning.reports.progress import federation_of
 
 Batch = tuple[Tensor, Tensor]
+RemoteSums = Callable[..., Iterator[list[Sums]]]  # see `FederatedDataModule.summed_by`
+_NUM_BLANK = 2  # images whose sums those of remote clients are compared with
 
 
 class SharedWeights(LightningModule):
@@ -113,13 +120,14 @@ class SharedWeights(LightningModule):
             return
         with torch.no_grad():
             shown = self.shown
+        remote = getattr(trainer.datamodule, "summed_by", None)  # type: ignore[attr-defined]
         found = recalibrated(
             trainer,
             self.network,
             list(shown.values()),
             max_examples=self.recalibration_examples,
             seed=self.seed,
-            remote=getattr(trainer.datamodule, "summed_by", None),  # type: ignore[attr-defined]
+            remote=None if remote is None else partial(self._remote_sums, remote, shown),
         )
         if found is None:
             return
@@ -128,17 +136,50 @@ class SharedWeights(LightningModule):
         if federation_of(trainer) is not None and not trainer.predicting:
             self.log("recalibration/bytes_up", float(num_bytes), rank_zero_only=True)
 
+    def _remote_sums(
+        self, remote: RemoteSums, shown: Mapping[str, Any], asked: Mapping[int, int]
+    ) -> Iterator[list[Sums]]:
+        """Yield the sums of remote clients, checked against those of blank images."""
+        images = torch.zeros(self.networks.images(_NUM_BLANK).shape)
+        batch = images, torch.zeros(_NUM_BLANK, dtype=torch.long)
+        owners = ExampleOwners(FlatShards.of([range(_NUM_BLANK)]), lambda _: batch, _NUM_BLANK)
+        blank = TrainingExamples(owners, {0: _NUM_BLANK}, self.seed)
+        [own] = sums_of_owners(self.trainer, self.network, list(shown.values()), blank, [0])
+        expected = dict(zip(shown, own, strict=True))
+
+        def read(told: dict[str, Tensor], num_examples: int) -> list[Sums]:
+            if told.keys() != _by_place(expected).keys():
+                raise ValueError(f"it sent no sums of {num_examples} examples")
+            found = _by_network(told)
+            for name, sums in found.items():
+                _check_sums(sums, expected[name], num_examples / _NUM_BLANK)
+            return [found.get(name, {}) for name in expected]
+
+        options = federation_options(self.trainer)
+        skips = options is not None and options.on_client_failure == "skip"
+        return remote(STATISTICS, asked, read, skips=skips)
+
+    def client_sums(self, counts: Mapping[int, int]) -> Iterator[dict[str, Tensor]]:
+        """Yield the sums of the `shown` networks over some examples of each client, by network and layer.
+
+        Args:
+            counts: number of examples by client.
+        """
+        owners = clients_as_owners(self.trainer.datamodule)  # type: ignore[attr-defined]
+        examples = TrainingExamples(owners, counts, self.seed)
+        with torch.no_grad():
+            shown = self.shown
+        given = self.network, list(shown.values()), examples, counts
+        for found in sums_of_owners(self.trainer, *given):
+            yield _by_place(dict(zip(shown, found, strict=True)))
+
     def statistics(self) -> dict[str, Tensor]:
         """Return the sums that evaluations use, by network and layer, for an evaluation at sites."""
-        every = self._sums.items()
-        return {f"{name}/{layer}": own for name, sums in every for layer, own in sums.items()}
+        return _by_place(self._sums)
 
     def hold_statistics(self, told: Mapping[str, Tensor]) -> None:
         """Use the sums of `statistics` in the next evaluation."""
-        self._sums = {}
-        for place, own in told.items():
-            name, _, layer = place.partition("/")
-            self._sums.setdefault(name, {})[layer] = own
+        self._sums = _by_network(told)
 
     @property
     def recomputed(self) -> list[str]:
@@ -181,6 +222,47 @@ class SharedWeights(LightningModule):
     def rate_factor(self, round_: int, num_rounds: int) -> float:
         """Factor of the learning rate in a round (epoch) of a run; -1 rounds is a run without end."""
         return self.schedule.factor(round_, num_rounds)
+
+
+def _by_place(every: Mapping[str, Sums]) -> dict[str, Tensor]:
+    """Return the sums of several networks as one mapping, by network and layer."""
+    return {f"{name}/{layer}": own for name, sums in every.items() for layer, own in sums.items()}
+
+
+def _by_network(told: Mapping[str, Tensor]) -> dict[str, Sums]:
+    """Return the sums of each network, the inverse of `_by_place`."""
+    found: dict[str, Sums] = {}
+    for place, own in told.items():
+        name, _, layer = place.partition("/")
+        found.setdefault(name, {})[layer] = own
+    return found
+
+
+def _check_sums(told: Sums, blank: Sums, ratio: float) -> None:
+    """Check the sums that a remote client has sent.
+
+    Args:
+        told: sums of one sub-network, of the same layers as ``blank``.
+        blank: sums of the same sub-network over blank images.
+        ratio: number of examples of the sums, as a multiple of the blank images.
+
+    Raises:
+        ValueError: if the sums are of other sizes or numbers of examples, or no statistics follow from them.
+    """
+    for name, own in blank.items():
+        sums = told[name]
+        if (sums.shape, sums.dtype) != (own.shape, own.dtype) or not sums.isfinite().all():
+            raise ValueError(f"its sums of {name} are not {tuple(own.shape)} finite float64")
+        if not torch.equal(sums[0], own[0] * ratio):
+            raise ValueError(
+                f"its sums of {name} are of {sums[0, 0]:g} numbers a channel, and square images of "
+                f"model.image_size have {own[0, 0] * ratio:g}"
+            )
+        mean, square = sums[1:] / sums[0]
+        if (square * (1 + 1e-9) < mean.square()).any() or not square.float().isfinite().all():
+            raise ValueError(
+                f"its sums of {name} give a variance below 0, or numbers that are too large"
+            )
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:

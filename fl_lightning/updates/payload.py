@@ -184,7 +184,7 @@ class Sparse:
     def __post_init__(self) -> None:
         if self.indices.shape != (self.values.size,) or self.indices.dtype != torch.int64:
             raise ValueError(
-                f"indices must be {self.values.size} of int64, one a value, got shape "
+                f"indices must be an int64 vector with one index per value, {self.values.size}, got shape "
                 f"{tuple(self.indices.shape)} and {self.indices.dtype}"
             )
         if self.values.size > self.size:

@@ -287,6 +287,23 @@ class QSGD(InBlocks):
         """Name and options, as in the message's header."""
         return f"qsgd {self.bits} bits, {self.norm}{block_name(self.block)}"
 
+    @property
+    def diverging(self) -> QSGD | None:
+        """The transform itself if errors may be larger than the numbers, else None.
+
+        Errors are below a step, norm / L. So with L levels above 0 and the l2 norm of blocks of B numbers,
+        |error| ≤ √B / L |block|; with the largest magnitude, no error is larger than it if there is such a level.
+        """
+        if self.norm == "max":
+            return self if self.bits == 1 else None
+        is_small = isinstance(self.block, int) and self.block <= (2 ** (self.bits - 1) - 1) ** 2
+        return None if is_small else self
+
+    @property
+    def remedy(self) -> str:
+        """Advice to the user of a diverging transform."""
+        return "use Sign for one bit, and else norm: max"
+
     def on_client(self, payload: Payload, seed: int) -> Payload:
         """Round the numbers to levels."""
         return with_values(payload, lambda values: self._quantised(values, seed), self.name)

@@ -139,9 +139,14 @@ class RandomK(Transform):
         return f"random-k {self.fraction:g}{'' if self.unbiased else ' unscaled'}"
 
     @property
-    def scaling(self) -> RandomK | None:
+    def diverging(self) -> RandomK | None:
         """The transform itself if it scales the kept numbers, else None."""
         return self if self.unbiased and self.fraction < 1 else None
+
+    @property
+    def remedy(self) -> str:
+        """Advice to the user of a diverging transform."""
+        return "set unbiased: false"
 
     @property
     def traits(self) -> Traits:
@@ -249,7 +254,7 @@ class PowerSGD(Transform):
         return Dense(torch.cat(sent))
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Multiply the factors of each matrix."""
+        """Rebuild each matrix as the product of its low-rank factors."""
         parts = self._parts_of(size)
         if not any(part.rank for part in parts):
             return payload

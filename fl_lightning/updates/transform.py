@@ -106,9 +106,14 @@ class Transform(UpdateStep):
         return self
 
     @property
-    def scaling(self) -> Transform | None:
-        """The transform that scales values up, with which error feedback diverges, or None."""
+    def diverging(self) -> Transform | None:
+        """The transform whose errors grow without bound under error feedback, or None."""
         return None
+
+    @property
+    def remedy(self) -> str:
+        """Advice to the user of a diverging transform."""
+        return ""
 
     @property
     def approximates(self) -> bool:
@@ -179,9 +184,9 @@ class Chain(Transform):
         return Chain(tuple(step.with_shapes(shapes) for step in self.transforms))
 
     @property
-    def scaling(self) -> Transform | None:
-        """The first transform that scales values up, or None."""
-        return next((step.scaling for step in self.transforms if step.scaling is not None), None)
+    def diverging(self) -> Transform | None:
+        """The first diverging transform, or None."""
+        return next((step.diverging for step in self.transforms if step.diverging), None)
 
     @property
     def approximates(self) -> bool:
@@ -300,8 +305,8 @@ class ErrorFeedback(UpdateStep):
             the clients, and which checkpoints of a simulation contain.
 
     Raises:
-        ConfigurationError: for a `RandomK` that scales, whose error may be larger than the update, so that
-            the memory would grow without bound.
+        ConfigurationError: for a `RandomK` that scales, and a `QSGD` of one bit or by the l2 norm of large
+            blocks. Their error may be larger than the update, so that the memory would grow without bound.
     """
 
     transforms: Sequence[Transform]
@@ -313,10 +318,10 @@ class ErrorFeedback(UpdateStep):
             raise ConfigurationError(
                 "ErrorFeedback: transforms must hold at least one, got []: without a transform there is no error"
             )
-        if scaling := Chain(self.parts).scaling:
+        if diverging := Chain(self.parts).diverging:
             raise ConfigurationError(
-                f"error feedback around {scaling.name} diverges, because it scales what it keeps: "
-                "set unbiased: false"
+                f"error feedback around {diverging.name} diverges, because the error can be larger than the "
+                f"update: {diverging.remedy}"
             )
 
     @property

@@ -160,7 +160,7 @@ def check_run(trainer: Trainer, calibration: Callback, *, per_client: bool) -> N
             )
         if not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise ConfigurationError(
-                "without a federation MaskCalibration runs in one process, got "
+                "without a Federation, MaskCalibration runs in one process, got "
                 f"{trainer.world_size} with {type(trainer.strategy).__name__}: set "
                 "trainer.devices to 1"
             )

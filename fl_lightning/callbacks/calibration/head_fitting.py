@@ -6,9 +6,8 @@ frozen backbone once, keeps the features, and sends the sums that `HeadFit` need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,26 +26,23 @@ from fl_lightning.sparsity.heads import (
     head_features,
 )
 
-# Yields the sums of remote clients in the given order, each of the given tensor's shape; see `HeadFit`.
-RemoteSums: TypeAlias = Callable[[list[int], Tensor], Iterator[Tensor]]
+HEAD = "head"  # name of the sums that remote clients send
 
 
-def fit_head(
-    trainer: Trainer, names: list[str], fit: HeadFit, remote: RemoteSums | None = None
-) -> FittedHead:
+def fit_head(trainer: Trainer, names: list[str], fit: HeadFit) -> FittedHead:
     """Fit the head on the training data and write it into the module; every process must call this.
 
     Args:
         trainer: Trainer whose module is on its device.
         names: names of the modules that form the head, which must be one linear layer.
         fit: the regression.
-        remote: returns the sums of remote clients; None if examples are local.
 
     Raises:
-        ConfigurationError: if the head is not one linear layer.
+        ConfigurationError: if the head is not one linear layer, or a remote client sends no valid sums.
     """
     head = linear_head(trainer.lightning_module, names)
     owners = example_owners(trainer)
+    remote = getattr(trainer.datamodule, "summed_by", None)  # type: ignore[attr-defined]
     clients = np.flatnonzero(owners.shards.num_examples)
     counts = owners.shards.num_examples[clients]
     features: list[Features] = []
@@ -64,8 +60,15 @@ def fit_head(
             of_each(trainer, clients, counts, find)
 
     def reduce(sums: Tensor) -> None:
+        def read(told: Mapping[str, Tensor], num_examples: int) -> Tensor:
+            own = told.get(HEAD)
+            if own is None or (own.shape, own.dtype) != form or not own.isfinite().all():
+                raise ValueError("it sent no finite sums for the head")
+            return own
+
         if remote is not None:
-            for received in remote(clients.tolist(), sums):
+            form = sums.shape, sums.dtype
+            for received in remote(HEAD, dict.fromkeys(clients.tolist(), 0), read):
                 sums += received
             return
         there = sums.to(trainer.strategy.root_device)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
@@ -25,13 +24,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.calibration.apply import MaskApplier, check_forward, check_run, heads_of
-from fl_lightning.callbacks.calibration.head_fitting import RemoteSums, fit_head
+from fl_lightning.callbacks.calibration.head_fitting import fit_head
 from fl_lightning.callbacks.calibration.mask_report import (
     ClientMasks,
     report_client_masks,
     report_mask,
 )
-from fl_lightning.callbacks.calibration.scores import OwnerScores, RemoteScores
+from fl_lightning.callbacks.calibration.scores import OwnerScores
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
@@ -40,7 +39,7 @@ from fl_lightning.federation import Ranks, log_once
 from fl_lightning.reports.progress import federation_of
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import Rule
-from fl_lightning.sparsity.heads import HeadFit
+from fl_lightning.sparsity.heads import HeadFit, OneExchange
 from fl_lightning.sparsity.masks.mask import Mask, load_mask
 from fl_lightning.sparsity.sensitivity.protocol import Sensitivity
 
@@ -174,12 +173,30 @@ class MaskCalibration(Callback):
         self._every_n_rounds = every_n_rounds
         self._mask_file = mask_file
         self.per_client = per_client
-        self._remote_sums: RemoteSums | None = None
         self._clients: ClientMasks | None = None
         self._applier: MaskApplier | None = None
         self._saved: dict[str, Any] = {}
         self.mask: Mask | None = None
         self.history: list[dict[str, Any]] = []
+
+    @property
+    def traits(self) -> Traits:
+        """Traits of the mask, and of the sums that remote clients would send for it."""
+        needs, instead, ways = {}, {}, {}
+        if self.per_client:
+            ways["finds masks of the clients' own"] = "set per_client to false"
+        if not isinstance(self._head, str | OneExchange):
+            clause = f"exchanges sums many times for its head {type(self._head).__name__}"
+            ways[clause] = "use RidgeHead, train or freeze"
+        if ways:
+            needs[Trait.SIMULATION] = " and ".join(ways)
+            instead[Trait.SIMULATION] = " and ".join(ways.values())
+        if self.unprotected:
+            needs[Trait.CLEAR_SUMS] = f"would show the server {self.unprotected}"
+            instead[Trait.CLEAR_SUMS] = (
+                "give mask_file, with a mask found elsewhere, and head: train"
+            )
+        return MASKS | Traits(needs=needs, instead=instead)
 
     @property
     def version(self) -> int:
@@ -235,11 +252,6 @@ class MaskCalibration(Callback):
         """Return the object that applies masks to a Trainer's module and optimizer."""
         heads = self.heads(trainer.lightning_module)
         return MaskApplier(trainer, heads, head_trains=self._head == "train")
-
-    def use_remote_clients(self, scores: RemoteScores, sums: RemoteSums) -> None:
-        """Calibrate on remote clients, by functions that return their scores and sums."""
-        self.scores = replace(self.scores, remote=scores)
-        self._remote_sums = sums
 
     def client_masks(self) -> ClientMasks | None:
         """Masks of single clients; None if all clients have the same mask.
@@ -312,7 +324,7 @@ class MaskCalibration(Callback):
             return {}
         began = time.perf_counter()
         heads = self.heads(trainer.lightning_module)
-        fitted = fit_head(trainer, heads, self._head, self._remote_sums)
+        fitted = fit_head(trainer, heads, self._head)
         metrics = {
             "head/seconds": time.perf_counter() - began,
             "head/rounds": float(fitted.rounds),

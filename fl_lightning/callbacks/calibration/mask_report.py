@@ -65,7 +65,7 @@ _MOST_BARS = 150  # with more layers, they are joined into blocks
 
 
 def density_figure(mask: Mask) -> Any:
-    """Return Matplotlib's figure of a bar for each layer, in the network's order: the fraction of its entries that may move.
+    """Return a Matplotlib bar chart: for each layer, in order, the fraction of its entries that train under the mask.
 
     A line marks the density of the whole mask.
     """

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from functools import partial
 
 import numpy as np
 import torch
@@ -56,11 +56,7 @@ from fl_lightning.sparsity.sensitivity.fisher import SampledFisher
 from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
 
 _PURPOSE = "calibration"
-# Yields the scores of remote clients, in the order of the third argument.
-# Arguments: parameter values to score at, (version, round), and the number of examples by client.
-RemoteScores: TypeAlias = Callable[
-    [Mapping[str, Tensor], tuple[int, int], Mapping[int, int]], Iterator[Scores]
-]
+SCORES = "scores"  # name of the sums that remote clients send
 
 
 def example_owners(trainer: Trainer) -> ExampleOwners:
@@ -141,14 +137,12 @@ class OwnerScores:
         max_examples: largest number of examples in a calibration round, over all owners, each in
             proportion to its examples; None for all.
         seed: root of all draws, each a function of (seed, version, round, client).
-        remote: returns the scores of remote clients; None if examples are local.
     """
 
     sensitivity: Sensitivity | None = None
     cohort: Cohort | None = None
     max_examples: int | None = None
     seed: int = 0
-    remote: RemoteScores | None = None
 
     def mask(
         self, trainer: Trainer, plan: CalibrationPlan, names: list[str], version: int
@@ -167,6 +161,7 @@ class OwnerScores:
         if not plan.chosen_rule.needs_scores:
             return self._calibrated(trainer, plan, names, (version,), None), 0
         owners = example_owners(trainer)
+        remote = getattr(trainer.datamodule, "summed_by", None)  # type: ignore[attr-defined]
         draws = [self._drawn(trainer, owners, version, r) for r in range(plan.rounds)]
         num_batches = sum(owners.num_batches(counts) for _, counts in draws) / trainer.world_size
         with (
@@ -177,11 +172,13 @@ class OwnerScores:
 
             def scored(values: Mapping[str, Tensor], number: int) -> Scores:
                 ids, (clients, counts) = (version, number), draws[number]
-                if self.remote is None:
+                if remote is None:
                     score = self.score(visit, owners, values, ids)
                 else:  # arrive in the order of the clients
                     asked = dict(zip(clients.tolist(), counts.tolist(), strict=True))
-                    received = self.remote(values, ids, asked)
+                    options = {"version": version, "round": number}
+                    read = partial(_checked, values)
+                    received = remote(SCORES, asked, read, options=options, values=values)
                     score = lambda *_: next(received)
                 return _summed(trainer, values, clients, counts, score)
 
@@ -269,6 +266,20 @@ class OwnerScores:
             return sensitivity(visit.module, batches, parameters=values, seed=own)
 
         return score
+
+
+def _checked(values: Mapping[str, Tensor], told: Mapping[str, Tensor], num_examples: int) -> Scores:
+    """Return the scores of a remote client.
+
+    Raises:
+        ValueError: if they are not scores of these values.
+    """
+    if {n: own.shape for n, own in told.items()} != {n: own.shape for n, own in values.items()}:
+        raise ValueError("its scores are not of these entries")
+    reals = (torch.float32, torch.float64)
+    if not all(own.dtype in reals and (own.isfinite() & (own >= 0)).all() for own in told.values()):
+        raise ValueError("its scores are no finite numbers ≥ 0")
+    return Scores(told, num_examples)
 
 
 def _summed(

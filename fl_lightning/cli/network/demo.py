@@ -132,7 +132,7 @@ def written_to(folder: Path, config: dict[str, Any]) -> str:
 
 @contextmanager
 def _with_refusals(running: Demo, say: Say) -> Iterator[None]:
-    """Show why sites have refused orders, which only their own logs tell, if the run fails."""
+    """If the run fails, show from the sites' logs why they refused orders."""
     try:
         yield
     except RoundFailure:

@@ -18,32 +18,19 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
-from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
-from fl_lightning.federation import LAST, Federation, Options, checkpoint_folders
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.federation import LAST, Federation, checkpoint_folders
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask
 from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import (
-    SCALED,
-    CalibrationAtSites,
-    DataElsewhere,
-    check_over_network,
-)
-from fl_lightning.flower.server.greeting import (
-    STAGES,
-    ClientsAtSites,
-    Counted,
-    Greeting,
-    SiteFacts,
-    facts_of,
-)
+from fl_lightning.flower.server.elsewhere import SCALED, DataElsewhere, check_over_network
+from fl_lightning.flower.server.remote_clients import STAGES, ClientsAtSites, Counted, SiteFacts
 from fl_lightning.flower.sums import check_encrypted
 from fl_lightning.flower.transport.apps import CONFIGURATION
 from fl_lightning.flower.transport.channel import Channel
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.sparsity.heads import OneExchange
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
@@ -109,10 +96,7 @@ class OverSites:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         federation = next(c for c in callbacks if isinstance(c, Federation))
         calibration = next((c for c in callbacks if isinstance(c, MaskCalibration)), None)
-        raise_together(
-            lambda: check_over_network(trainer, model, data, federation),
-            lambda: _check_calibration(calibration, federation),
-        )
+        check_over_network(trainer, model, data, federation)
         counted = Counted(_run_of(checkpoint))
         federation.handed.append(counted)
 
@@ -121,21 +105,18 @@ class OverSites:
                 return None
             return RunMask(calibration.mask, calibration.version)
 
-        greeting = Greeting(self._configuration, counted, trainer, mask)
-        told = facts_of(self._correspondence.greet(greeting.order, self._wanted))
-        site_of, sizes = _members(told)
+        remote = ClientsAtSites(self._correspondence, self._configuration, counted, trainer, mask)
+        told = remote.greet(self._wanted)
+        sizes = {client: n for facts in told.values() for client, n in facts.clients.items()}
         _check_encrypted(told, federation, model)
         _compare_precision(told, trainer.precision)
-        remote = ClientsAtSites(self._correspondence, greeting, site_of)
+        _hold_limits(told, model)
         federation.clients_side = partial(
             sites_for(federation, counted, len(sizes)),
             remote=remote,
             signing_keys={s: bytes.fromhex(f.signing) for s, f in told.items() if f.signing},
         )
-        if calibration is not None:
-            asked = CalibrationAtSites(remote, trainer)
-            calibration.use_remote_clients(asked.scores, asked.sums)
-        self._stops = dict.fromkeys(told, greeting.write("stop", (), {}, {}, 0))
+        self._stops = dict.fromkeys(told, remote.order("stop", (), ({}, {}), 0))
         first = next(iter(told.values()))
         elsewhere = DataElsewhere(
             data,
@@ -147,8 +128,7 @@ class OverSites:
             batch_size=first.batch_size,
             drop_last=first.drop_last,
         )
-        skips = federation.on_client_failure == "skip"
-        elsewhere.summed_by = CalibrationAtSites(remote, trainer, skips_failures=skips).statistics
+        elsewhere.summed_by = remote.sums
         return elsewhere
 
     def end(self) -> None:
@@ -200,34 +180,28 @@ def run_server(
     return trainers[0]
 
 
-def _check_calibration(calibration: MaskCalibration | None, options: Options) -> None:
-    """Raise if a calibration would reveal protected updates, or needs several exchanges."""
-    if calibration is None:
-        return
-    if calibration.per_client:
-        raise ConfigurationError(
-            "MaskCalibration: masks per client work in simulations only: set per_client to false"
-        )
-    fit, private = calibration.head_fit, options.client_privacy
-    if fit is not None and not isinstance(fit, OneExchange):
-        raise ConfigurationError(
-            f"MaskCalibration: head {type(fit).__name__} exchanges sums many times, which is simulated "
-            "only: use RidgeHead, train or freeze"
-        )
-    hides = as_aggregator(options.aggregator).protection is not None
-    if calibration.unprotected and (hides or (private is not None and private.clients_add_noise)):
-        raise ConfigurationError(
-            f"MaskCalibration: {calibration.unprotected} would reach the server in clear, and this run "
-            "hides what single clients send: give mask_file, with a mask found elsewhere, and head: train"
-        )
-
-
 def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, model: Any) -> None:
     """Raise if the run has encrypted sums and a site cannot take part in them."""
     hidden = as_aggregator(federation.aggregator).protection
     if isinstance(hidden, EncryptedMean):
         size = sum(each.numel() for each in model.parameters() if each.requires_grad)
         check_encrypted(told, hidden.agreed_sum, size)
+
+
+def _hold_limits(told: Mapping[str, SiteFacts], model: Any) -> None:
+    """Make a model know the largest sub-networks that sites train.
+
+    Raises:
+        ConfigurationError: naming a site whose limit is no sub-network of the model.
+    """
+    for site, facts in told.items():
+        if not facts.largest:
+            continue
+        try:
+            largest = model.space.parse(facts.largest)
+        except (ConfigurationError, AttributeError) as error:
+            raise ConfigurationError(f"site {site}: its largest sub-network: {error}") from None
+        model.most_of_clients |= dict.fromkeys(facts.clients, largest)
 
 
 def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
@@ -247,20 +221,6 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
                 f"site {site} trains in precision {facts.precision}, this configuration says {ours}: precision is a "
                 "site's own, set in its own.yaml"
             )
-
-
-def _members(told: Mapping[str, SiteFacts]) -> tuple[dict[int, str], dict[int, int]]:
-    site_of: dict[int, str] = {}
-    sizes: dict[int, int] = {}
-    for site, facts in told.items():
-        for client, size in facts.clients.items():
-            if client in site_of:
-                raise ConfigurationError(
-                    f"sites {site_of[client]} and {site} both say that client {client} is theirs: "
-                    "change clients in one site.yaml"
-                )
-            site_of[client], sizes[client] = site, size
-    return site_of, sizes
 
 
 def _run_of(checkpoint: Any) -> str:

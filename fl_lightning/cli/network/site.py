@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from lightning.pytorch import Trainer
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.callbacks.calibration.head_fitting import linear_head, owner_features
+from fl_lightning.callbacks.calibration.head_fitting import HEAD, linear_head, owner_features
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.callbacks.calibration.scores import scoring
+from fl_lightning.callbacks.calibration.scores import SCORES, scoring
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.core.errors import ConfigurationError
@@ -27,15 +26,18 @@ from fl_lightning.core.yaml_files import read
 from fl_lightning.data.shards import FlatShards
 from fl_lightning.federation import clients_as_owners
 from fl_lightning.flower.documents import document_of
-from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
-from fl_lightning.flower.packing import SUMS, hold_model, of_stage
+from fl_lightning.flower.messages import Order, OrderRefused
+from fl_lightning.flower.packing import VALUES, examples_of, hold_model, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
-from fl_lightning.flower.server.elsewhere import VALUES, unknown_elsewhere
-from fl_lightning.flower.server.greeting import STAGES, SiteFacts
+from fl_lightning.flower.server.elsewhere import unknown_elsewhere
+from fl_lightning.flower.server.remote_clients import STAGES, SiteFacts
 from fl_lightning.flower.site.fit import AtSite, Fit
+from fl_lightning.flower.site.memory import ClientSums
 from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.site.site import Site
 from fl_lightning.flower.transport.resident import log_to, serve
+from fl_lightning.nas.one_shot import OneShot
+from fl_lightning.nas.sub_networks.capability import affordable
 from fl_lightning.sparsity.heads import OneExchange
 from fl_lightning.sparsity.masks.mask import Mask
 
@@ -118,6 +120,10 @@ def run_site(fit: Fit, policy: Policy) -> None:
             check_most(
                 "local steps of federation.local_epochs", passes * batches, policy.most_steps
             )
+            largest = ""
+            if policy.most_cost is not None and isinstance(model, OneShot):
+                largest = str(affordable(model.networks, policy.most_cost))
+                model.most_of_clients |= dict.fromkeys(places, model.space.parse(largest))
             facts = SiteFacts(
                 clients=_sizes_at(data.clients, places),
                 held_out={stage: _sizes_at(data.held_out(stage), places) for stage in STAGES},
@@ -127,6 +133,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 signing=policy.public_key,
                 sum_key=policy.sum_key_fingerprint,
                 most_bytes=policy.most_bytes,
+                largest=largest,
             )
             fit.queue.answer(OrderResult(options=document_of(facts)))
             order = fit.queue.first_order()
@@ -173,7 +180,7 @@ def _sizes_at(shards: FlatShards, places: Mapping[int, int]) -> dict[int, int]:
 
 
 class SiteCalibration:
-    """Answers orders to compute scores of a mask, or sums for a linear head.
+    """Computes scores for a mask, or sums for a linear head, as orders ask for.
 
     Args:
         calibration: the configuration's calibration.
@@ -186,41 +193,25 @@ class SiteCalibration:
         """Return a function that makes a mask's entries trainable, in a Trainer's module and optimizer."""
         return self._calibration.mask_applier(trainer).apply
 
-    def answer(self, trainer: Trainer, order: Order) -> OrderResult:
-        """Compute the answers of an order's clients with the order's model; the module is not changed."""
-        found = self._scores if order.options.get("what") == "scores" else self._sums
-        answers: list[ClientAnswer] = []
-        tensors: dict[str, Tensor] = {}
-        for client, num_examples, sums in found(trainer, order):
-            answers.append(ClientAnswer(client=client, num_examples=num_examples))
-            tensors |= {f"{client}/{SUMS}{name}": tensor.cpu() for name, tensor in sums.items()}
-        return OrderResult(answers, tensors)
-
-    def _scores(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
-        """Return for each client its id, its number of examples and its scores."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        device = trainer.strategy.root_device
-        values = {n: t.to(device) for n, t in of_stage(VALUES, order.tensors).items()}
-        ids = order.options["version"], order.options["round"]
+    def sums(self, trainer: Trainer, order: Order) -> Iterator[ClientSums]:
+        """Yield the sums of an order's clients with the order's model; the module does not change."""
+        fit, options = self._calibration.head_fit, order.options
         with scoring(trainer) as visit:
             hold_model(visit.module, order.tensors)
-            score = self._calibration.scores.score(visit, clients_as_owners(data), values, ids)
-            found = [(client, score(client, count)) for client, count in order.options["examples"]]
-        return [(client, scores.num_examples, dict(scores.sums)) for client, scores in found]
-
-    def _sums(self, trainer: Trainer, order: Order) -> list[tuple[int, int, dict[str, Tensor]]]:
-        """Return for each client its id, 0, and its sums for the linear head."""
-        fit = self._calibration.head_fit
-        if not isinstance(fit, OneExchange):
-            raise OrderRefused("policy", "this run fits no head by one exchange of sums")
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        owners, module = clients_as_owners(data), trainer.lightning_module
-        head = linear_head(module, self._calibration.heads(module))
-        found = []
-        with scoring(trainer) as visit:
-            hold_model(visit.module, order.tensors)
-            for client in order.clients:
-                features = owner_features(visit, owners, client, head, fit)
-                sums = fit.sums(features, head.in_features, head.out_features)
-                found.append((client, 0, {"head": sums}))
-        return found
+            owners = clients_as_owners(trainer.datamodule)  # type: ignore[attr-defined]
+            if options["what"] == SCORES:
+                device = trainer.strategy.root_device
+                values = {n: t.to(device) for n, t in of_stage(VALUES, order.tensors).items()}
+                ids = options["version"], options["round"]
+                score = self._calibration.scores.score(visit, owners, values, ids)
+                for client, count in examples_of(order).items():
+                    found = score(client, count)
+                    yield client, found.num_examples, found.sums
+            elif isinstance(fit, OneExchange):
+                head = linear_head(visit.module, self._calibration.heads(visit.module))
+                for client in order.clients:
+                    features = owner_features(visit, owners, client, head, fit)
+                    sums = fit.sums(features, head.in_features, head.out_features)
+                    yield client, 0, {HEAD: sums}
+            else:
+                raise OrderRefused("policy", "this run fits no head by one exchange of sums")

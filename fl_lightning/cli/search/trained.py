@@ -167,8 +167,8 @@ def _check_options(given: Any) -> None:
         )
     if given.score not in (None, "accuracy"):
         raise ConfigurationError(
-            f"score {given.score} is computed on untrained networks: leave out --ckpt_path and --config, or "
-            "leave out --score for the accuracy of the trained supernet's sub-networks"
+            f"score {given.score} needs untrained networks: leave out --ckpt_path and --config. For the accuracy "
+            "of the trained supernet's sub-networks, leave out --score instead"
         )
 
 

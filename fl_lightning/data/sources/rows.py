@@ -203,8 +203,8 @@ class Targets:
         classes = np.unique(values)
         if kind is None and values.dtype.kind in "iu" and len(classes) > MOST_WHOLE_CLASSES:
             raise ConfigurationError(
-                f"{name}: {len(classes)} different whole numbers may be classes or quantities: set "
-                "target_type to class or to number"
+                f"{name}: its {len(classes)} different integers could be classes or quantities: set "
+                "target_type to class or number"
             )
         return cls(name, classes)
 

@@ -206,7 +206,7 @@ def in_files(state: Mapping[str, Any]) -> bool:
 def load_memory(
     memory: ClientMemory, state: Mapping[str, Any], path: str | Path | None, *, adopt: bool = False
 ) -> None:
-    """Load the client states of a checkpoint; an empty state changes nothing.
+    """Load the client states of a checkpoint; if it has none, keep the present ones.
 
     Args:
         memory: gets the client states.

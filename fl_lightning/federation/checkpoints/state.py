@@ -80,7 +80,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
         "server": server.state_dict(),
         "record": record.state_dict(),
         "prog_bar": sorted(run.collector.prog_bar),
-        "metrics": list(run.collector.metric_states(run.module)),
+        "metrics": list(run.collector.metric_states(run.module).states),
         "inside": server.is_open,
         "engine": rounds.clients.engine.state_dict(),
         "client_state": run.local.state_names,

@@ -161,6 +161,9 @@ _SHARED_SCALE = Traits(
     instead={Trait.SIMULATION: "use bf16-mixed or 32-true"},
 )
 NETWORK = {"a network": Traits(breaks={Trait.SIMULATION: "has its clients at sites"})}
+HIDDEN = {
+    "this run over a network": Traits(breaks={Trait.CLEAR_SUMS: "hides what single clients send"})
+}
 
 
 def check_module_together(module: LightningModule, options: Options) -> None:
@@ -210,6 +213,10 @@ def check_simple(
 def network_parts(trainer: Trainer, module: Any, options: Options) -> dict[str, Traits]:
     """Return the traits of a run over a real network, by the part that has them."""
     parts = {**options.parts, **_of_module(module), **_of_masks(trainer), **NETWORK}
+    others = trainer.callbacks  # type: ignore[attr-defined]
+    parts |= {type(each).__name__: traits_of(each) for each in others}
+    if options.hides_clients:
+        parts |= HIDDEN
     if trainer.precision == "16-mixed":
         parts["trainer.precision 16-mixed"] = _SHARED_SCALE
     return parts

@@ -8,17 +8,14 @@ processes hold the same results.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import nn
-from torchmetrics import Metric
 
-from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.log_collector import LoggedMetrics
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.metrics import pool
 from fl_lightning.federation.processes.fork import ProcessTraceback, traceback_behind
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.round_record import RoundRecord
@@ -38,9 +35,7 @@ class Report:
     failure: Failure | None  # the error that stopped its clients
     behind: str | None  # the traceback of the error's cause, which is not sent; None without one
     record: dict[str, Any]  # its counts and its clients' metrics
-    # of every logged torchmetrics object: its name, its name per epoch, its path in the module
-    logged: list[tuple[str, str, str]]
-    metric_states: dict[str, Any]  # the states of those objects by path
+    metrics: LoggedMetrics
     prog_bar: set[str]  # names of values that are shown in the progress bar
     memories: Waiting  # sizes and types of its clients' new states
     stops: bool  # whether it was asked to stop after this round
@@ -57,16 +52,18 @@ def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | N
 
     Raises:
         ClientFailure: in all processes, if a client failed in one.
-        ConfigurationError: in all processes, if a client changed a tensor taken for a constant.
+        ConfigurationError: in all processes, if a client changed a tensor taken for a constant; if a
+            torchmetrics object is no part of the module, where other processes look for it.
     """
     collector, module, ranks = run.collector, run.module, run.ranks
     interruption = interruption_of(run.trainer)
+    collector.check_metrics(module)
+    found = collector.metric_states(module)
     report = Report(
         failure=failure,
         behind=None if failure is None else traceback_behind(failure),
         record=record.state_dict(),
-        logged=logged_metrics(collector, module),
-        metric_states=move_data_to_device(collector.metric_states(module), "cpu"),
+        metrics=replace(found, states=move_data_to_device(found.states, "cpu")),
         prog_bar=collector.prog_bar,
         memories={k: (v.numel(), v.dtype) for k, v in run.memory.waiting().items()},
         stops=interruption is not None and interruption.is_asked,
@@ -76,7 +73,8 @@ def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | N
         raise first
     if interruption is not None and any(report.stops for report in reports):
         interruption.agree()
-    pool_metrics(reports, collector, module)
+    collector.pool_metrics([each.metrics for each in reports], module)
+    collector.prog_bar |= {name for each in reports for name in each.prog_bar}
     server.reduce(ranks.all_reduce, ranks.gather)
     share_memories(run, [report.memories for report in reports])
     merged, *others = (RoundRecord.from_state_dict(report.record) for report in reports)
@@ -112,28 +110,3 @@ def share_memories(run: Run, waiting: Sequence[Waiting]) -> None:
             vector = torch.empty(size, dtype=dtype, device=device)
             run.ranks.broadcast(vector, source=rank)
             run.memory.put(*key, vector)
-
-
-def logged_metrics(collector: LogCollector, module: nn.Module) -> list[tuple[str, str, str]]:
-    """Logged values as `Report.logged` holds them.
-
-    Raises:
-        ConfigurationError: for an object that is no part of the module, where other processes look for it.
-    """
-    collector.check_metrics(module)
-    places = {id(c): path for path, c in module.named_modules() if isinstance(c, Metric)}
-    return [(n, collector.epoch_names[n], places[id(m)]) for n, m in collector.metrics.items()]
-
-
-def pool_metrics(reports: Sequence[Report], collector: LogCollector, module: nn.Module) -> None:
-    """Merge the states of every logged torchmetrics object over all processes."""
-    for name, epoch_name, place in sorted({entry for r in reports for entry in r.logged}):
-        metric = module.get_submodule(place)
-        assert isinstance(metric, Metric)
-        collector.add_metric(name, epoch_name, metric)
-    for place in sorted({place for report in reports for place in report.metric_states}):
-        metric = module.get_submodule(place)
-        states = [r.metric_states[place] for r in reports if place in r.metric_states]
-        pool(metric, states)  # type: ignore[arg-type]
-    for report in reports:
-        collector.prog_bar |= report.prog_bar

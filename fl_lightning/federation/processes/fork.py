@@ -383,7 +383,7 @@ def _pickled(callback: Callback) -> bytes:
 
 
 def _load(callback: Callback, pickled: bytes | str) -> str | None:
-    """Load a callback's state; return the text of the error that stands for it, None without one."""
+    """Load a callback's state; if it is an error message instead, return its text, otherwise None."""
     if isinstance(pickled, str):
         return pickled
     if state := torch.load(io.BytesIO(pickled), weights_only=False) if pickled else {}:

@@ -111,9 +111,9 @@ class ExampleRounds(PrivateStage):
         counted = int(self.mechanism.local.num_steps[client])
         if num_steps > counted:
             raise ConfigurationError(
-                f"federation.privacy: client {client} is about to take {num_steps} local steps, and "
-                f"{counted} are accounted for: its shard or the batch size has changed since the "
-                "fit began"
+                f"federation.privacy: client {client} would take {num_steps} local steps, and its ε counts "
+                f"{counted}: its shard or the batch size has changed since the fit began. Keep them "
+                "fixed, or start a new fit"
             )
         return poisson_batches(
             shard,

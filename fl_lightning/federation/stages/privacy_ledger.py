@@ -180,8 +180,8 @@ class PrivateStage(AroundFit):
         if (checkpoint := trainer.ckpt_path) is not None:
             raise ConfigurationError(
                 f"ckpt_path: {checkpoint} has no rounds of a Federation, so the privacy cost of its training is "
-                "unknown: leave ckpt_path out. To start from its weights, whose cost ε then leaves out, give "
-                "model.init_args.checkpoint_path, or load its state_dict into the module"
+                "unknown: leave ckpt_path out. To start from its weights, give model.init_args.checkpoint_path, or load "
+                "its state_dict into the module; ε then leaves out the cost of the earlier training"
             )
         if trainer.current_epoch == 0:
             spent = spent_on(trainer.lightning_module)

@@ -7,6 +7,8 @@ module means the steps and batches of a client. In a federated fit its Trainer t
     is_last_batch               true at the client's last batch
     estimated_stepping_batches  rounds · N, with N the planned local steps of a round
     global_step                 number of rounds; logged once if a training step reads it
+    current_epoch               in a training step the round in which the client started, which in an
+                                asynchronous run is not the server's
 
 N is the largest number of local steps of a client. Training steps can call `local_step` and `client_id`.
 Learning-rate schedules with ``interval: step`` count local steps in the same way.
@@ -128,8 +130,26 @@ class _CountingTrainer(Trainer):
         return counts.moved_to or super().global_step
 
 
+class _LateClientsTrainer(_CountingTrainer):
+    """A Trainer of an asynchronous fit, whose clients began in earlier rounds than the server's."""
+
+    @property
+    def current_epoch(self) -> int:
+        counts, began = self.local_counts, None
+        if STEPS_IN_SLOTS:  # between these steps the server reads its own round
+            began = counts.slots_round
+        elif counts.is_in_step and counts.work is not None:
+            began = counts.work.round_index
+        return super().current_epoch if began is None else began
+
+
 def count_locally(
-    trainer: Trainer, planned_steps: int, planned_batches: int, cleanup: ExitStack
+    trainer: Trainer,
+    planned_steps: int,
+    planned_batches: int,
+    cleanup: ExitStack,
+    *,
+    has_late_clients: bool = False,
 ) -> None:
     """Make a Trainer count per client until the cleanup.
 
@@ -138,10 +158,12 @@ def count_locally(
         planned_steps: local steps of a round as schedules count them.
         planned_batches: largest number of batches of a client.
         cleanup: restores the Trainer.
+        has_late_clients: whether clients may have begun in an earlier round.
     """
     kind = type(trainer)
     trainer.local_counts = LocalCounts(planned_steps, max(1, planned_batches))  # type: ignore[attr-defined]
-    counting = type(kind.__name__, (_CountingTrainer, kind), {"__module__": kind.__module__})
+    own = _LateClientsTrainer if has_late_clients else _CountingTrainer
+    counting = type(kind.__name__, (own, kind), {"__module__": kind.__module__})
     object.__setattr__(trainer, "__class__", counting)
     cleanup.callback(vars(trainer).pop, "local_counts")
     cleanup.callback(setattr, trainer, "__class__", kind)

@@ -25,6 +25,7 @@ from fl_lightning.client.clocks import (
     StartedClient,
     write_arrivals,
 )
+from fl_lightning.client.log_collector import LoggedMetrics
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.core.traits import NO_TRAITS
@@ -43,9 +44,8 @@ from fl_lightning.federation import (
     own_run_folder,
 )
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.packing import MetricSums, pool_metric_sums
 from fl_lightning.flower.server.correspondence import Reply
-from fl_lightning.flower.server.greeting import Content, Counted
+from fl_lightning.flower.server.remote_clients import Content, Counted
 from fl_lightning.flower.server.sites import Sites
 from fl_lightning.server.staleness import AsyncRule
 
@@ -170,16 +170,16 @@ class AsynchronousSites(Sites):
         packing = self._packing()
         self._versions.note(*self._common(start, packing))
         step = self._versions.arrivals.step(self._run.round_index)
-        sums: list[MetricSums] = []
+        sums: list[LoggedMetrics] = []
         for version, client in sorted((v, c) for c, v in step.versions.items()):  # as simulated
             reply = self._replies.pop(client)
-            told: dict[str, MetricSums] = {}
+            told: dict[str, LoggedMetrics] = {}
             self._note_sums(reply, told)
             sums += told.values()
             [part] = reply.parts
             began = self._versions.start(version, start)
             yield self._upload_of(part, began, packing, len(step.versions))
-        pool_metric_sums(sums, self.collector, self._run.module)
+        self.collector.pool_metrics(sums, self._run.module)
 
     def _next_end(self, at_work: Sequence[StartedClient]) -> FinishedClient:
         """Send the orders that are due, and return the client whose answer comes next."""
@@ -202,8 +202,7 @@ class AsynchronousSites(Sites):
         """Return the order of a client that is training; it has the same bytes whenever it is made."""
         model, (options, tensors) = self._versions.kept(visit.version)
         told = {"model": self._packing().model(model, visit.version), **tensors}
-        write = self._remote.greeting.write
-        return write("train", (visit.client,), options, told, visit.version)
+        return self._remote.order("train", (visit.client,), (options, told), visit.version)
 
     def _skip(self, client: int, reply: Reply, at_work: Sequence[StartedClient]) -> None:
         """Skip a client whose site has sent no answer, unless such a failure ends the run.

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from fl_lightning.client.log_collector import LoggedMetrics
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.core.metrics import PER_EXAMPLE
@@ -39,20 +40,18 @@ from fl_lightning.flower.messages import Answer, ClientAnswer, Kind, Order
 from fl_lightning.flower.packing import (
     OPTION,
     SUMS,
-    MetricSums,
     Packing,
+    Recalibrates,
     constants_digest,
-    metric_sums_of,
     of_stage,
-    pool_metric_sums,
+    read_metrics,
 )
 from fl_lightning.flower.server.correspondence import Part, Reply, in_order
 from fl_lightning.flower.server.elsewhere import WorkElsewhere
-from fl_lightning.flower.server.greeting import ClientsAtSites, Content
+from fl_lightning.flower.server.remote_clients import ClientsAtSites, Content
 from fl_lightning.flower.server.sums import EncryptedOverSites, SumOverSites
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.sums import trained_on
-from fl_lightning.nas.shared_weights import SharedWeights
 from fl_lightning.secure.encrypted_mean import EncryptedSum
 from fl_lightning.server.server import as_aggregator
 
@@ -83,7 +82,6 @@ class Sites(FitClients):
             check_together({type(stage).__name__: stage.traits, **NETWORK})
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._remote = remote
-        self._told_mask = ""  # name of the mask that was sent to all sites
         self._kinds: dict[str, Any] = {}  # reduction of each metric over clients; None for the mean
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
@@ -118,16 +116,16 @@ class Sites(FitClients):
         common = self._common(start, packing)
         orders = self._orders("train", clients, common)
         self._trained_on = trained_on(next(iter(orders.values()))) if orders and self._sums else ""
-        sums: dict[str, MetricSums] = {}
+        sums: dict[str, LoggedMetrics] = {}
 
         def parts() -> Iterator[Part]:
-            for reply in self._ask(orders):
+            for reply in self._remote.ask(orders):
                 self._note_sums(reply, sums)
                 yield from reply.parts
 
         for part in in_order(clients, parts()):
             yield self._upload_of(part, start, packing, len(clients))
-        pool_metric_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
+        self.collector.pool_metrics([sums[site] for site in sorted(sums)], self._run.module)
 
     def evaluate(self, stage: str, clients: Sequence[int]) -> dict[int, dict[str, Tensor]]:
         """Metrics of the module's model on the clients' held-out examples, by client.
@@ -138,12 +136,12 @@ class Sites(FitClients):
         """
         model = self._packing().model(self.local.read(), self._run.round_index, whole=True)
         tensors, module = {"model": model}, self._run.module
-        if isinstance(module, SharedWeights):
+        if isinstance(module, Recalibrates):
             told = module.statistics().items()
             tensors |= {f"{SUMS}{name}": own.detach().cpu() for name, own in told}
         orders = self._orders("evaluate", clients, (self._agreed() | {"stage": stage}, tensors))
         found: dict[int, dict[str, Tensor]] = {}
-        for reply in self._ask(orders):
+        for reply in self._remote.ask(orders):
             if reply.answer is None:
                 rank_zero_warn(f"per-client evaluation: without site {reply.site}: {reply.reason}")
                 continue
@@ -154,32 +152,16 @@ class Sites(FitClients):
 
     def _orders(self, kind: Kind, clients: Iterable[int], content: Content) -> dict[str, Order]:
         """Return orders of the current round by site."""
-        return self._remote.orders(kind, clients, lambda some: content, self._run.round_index)
+        return self._remote.orders(kind, clients, lambda _: content, self._run.round_index)
 
-    def _ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
-        """Send orders, and yield the replies; if there is a new mask, all sites are greeted first.
-
-        A site that misses the mask is greeted with its next order.
-        """
-        greetings: dict[str, Order] = {}
-        if is_new := self._mask != self._told_mask:
-            self._told_mask = self._mask
-            sites = sorted(set(self._remote.site_of.values()))
-            greetings = dict.fromkeys(sites, self._remote.greeting.order())
-        for reply in self._remote.correspondence.ask({**greetings, **orders}, greet=is_new):
-            if reply.site in orders:
-                yield reply
-            elif reply.answer is None:
-                rank_zero_warn(f"site {reply.site} does not know of the new mask: {reply.reason}")
-
-    def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
+    def _note_sums(self, reply: Reply, sums: dict[str, LoggedMetrics]) -> None:
         """Read the states of logged torchmetrics objects, and reductions of metrics, from a reply."""
         if reply.answer is None:
             return
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
         self._note_reductions(reply.site, reply.answer)
         try:
-            told = metric_sums_of(logged, tensors, self._run.module)
+            told = read_metrics(logged, tensors, self._run.module)
             if names := [entry[1] for entry in told.logged if _OF_SERVER.match(entry[1])]:
                 raise ValueError(f"it logs {names[0]}, which the server measures itself")
             sums[reply.site] = told
@@ -230,19 +212,13 @@ class Sites(FitClients):
             "state": self.local.state_names or [],
             "buffers_stay": self._stages.is_private,
             "constants": self._constants,
-            "mask": self._mask,
+            "mask": self._remote.mask,
         }
-
-    @property
-    def _mask(self) -> str:
-        """Name of the current mask on both sides; empty if there is none."""
-        mask = self._remote.greeting.mask()
-        return "" if mask is None else str(mask)
 
     @property
     def _constants(self) -> str:
         """Hash of the tensors that are not sent, computed once per mask."""
-        mask = self._mask
+        mask = self._remote.mask
         if self._constants_of is None or self._constants_of[0] != mask:
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]

@@ -16,7 +16,7 @@ from fl_lightning.core.plain_json import MessageError
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.server.correspondence import Part
-from fl_lightning.flower.server.greeting import ClientsAtSites, Content
+from fl_lightning.flower.server.remote_clients import ClientsAtSites, Content
 from fl_lightning.flower.sums import (
     FEWEST,
     KEY,
@@ -46,7 +46,7 @@ def _parts(
     remote: ClientsAtSites, orders: Mapping[str, Order], cost: ProtectionCost
 ) -> Iterator[Part]:
     """Send orders by site, and yield each client's answer; bytes are added to the cost."""
-    for reply in remote.correspondence.ask(orders):
+    for reply in remote.ask(orders):
         for part in reply.parts:
             cost.bytes_up[part.client] += part.bytes_up
             cost.bytes_down[part.client] += part.bytes_down
@@ -212,8 +212,8 @@ class EncryptedOverSites:
         """
         opener, given = asked.opener, {KEY: self._key, **tensors} if self._key else tensors
         told = {name: as_tensor(data) for name, data in given.items()}
-        order = self._remote.greeting.write("sum", (), document_of(asked), told, round_index)
-        [reply] = self._remote.correspondence.ask({opener: order})
+        order = self._remote.order("sum", (), (document_of(asked), told), round_index)
+        [reply] = self._remote.ask({opener: order})
         first = self._remote.by_site(asked.clients)[opener][0]
         cost.bytes_up[first] += reply.bytes_up
         cost.bytes_down[first] += reply.bytes_down

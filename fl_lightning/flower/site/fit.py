@@ -7,7 +7,7 @@ schedules are the server's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import AllClients
+from fl_lightning.data.federated import STATISTICS
 from fl_lightning.federation import (
     Calendar,
     Options,
@@ -27,20 +28,23 @@ from fl_lightning.federation import (
     recalled_models,
     set_round,
     take_over,
+    visiting,
 )
-from fl_lightning.flower.messages import Order, OrderRefused
-from fl_lightning.flower.packing import STATISTICS, RunMask, hold_model, mask_of
+from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
+from fl_lightning.flower.packing import (
+    SUMS,
+    Recalibrates,
+    RunMask,
+    examples_of,
+    hold_model,
+    mask_of,
+)
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.ledger import Ledger
-from fl_lightning.flower.site.memory import Calibrates, SiteMemory
+from fl_lightning.flower.site.memory import Calibrates, ClientSums, SiteMemory
 from fl_lightning.flower.site.order_queue import OrderQueue, OrderResult
 from fl_lightning.flower.site.privacy import hidden_at_site
-from fl_lightning.flower.site.rounds import (
-    SiteRounds,
-    batch_norm_sums,
-    evaluated,
-    has_shared_weights,
-)
+from fl_lightning.flower.site.rounds import SiteRounds, evaluated
 from fl_lightning.flower.site.sums import SiteSums
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.masks.mask import Mask
@@ -139,21 +143,36 @@ class AtSite(Callback):
         self._applier(mask.mask)
 
     def _calibrate(self, trainer: Trainer, order: Order) -> None:
-        """Answer an order to calibrate or recalibrate, unless sums would reveal hidden updates."""
-        private, aggregator = self._given.client_privacy, as_aggregator(self._given.aggregator)
-        hides = private is not None and private.clients_add_noise
+        """Answer an order for sums over clients' examples."""
+        done = OrderResult()
+        for client, num_examples, sums in self._client_sums(trainer, order):
+            done.answers.append(ClientAnswer(client=client, num_examples=num_examples))
+            done.tensors |= {f"{client}/{SUMS}{name}": own.cpu() for name, own in sums.items()}
+        self._queue.answer(done)
+
+    def _client_sums(self, trainer: Trainer, order: Order) -> Iterator[ClientSums]:
+        """Yield the sums of an order's clients with the order's model; the module does not change.
+
+        Raises:
+            OrderRefused: if the run needs no such sums, or they may not leave.
+        """
         is_of_norms = order.options.get("what") == STATISTICS
-        answers = has_shared_weights(trainer) if is_of_norms else self._calibrates is not None
-        if not answers or hides or aggregator.protection is not None:
+        calibrates: Any = trainer.lightning_module if is_of_norms else self._calibrates
+        answers = isinstance(calibrates, Recalibrates) if is_of_norms else calibrates is not None
+        if not answers or self._given.hides_clients:
             raise OrderRefused(
                 "policy", "this run calibrates nothing like that on clients' examples in clear"
             )
-        if is_of_norms:
-            if not self._allows(STATISTICS):
-                raise OrderRefused("policy", f"metrics of site.yaml do not allow {STATISTICS}")
-            self._queue.answer(batch_norm_sums(trainer, order))
-        elif self._calibrates is not None:
-            self._queue.answer(self._calibrates.answer(trainer, order))
+        if not is_of_norms:
+            yield from calibrates.sums(trainer, order)
+            return
+        if not self._allows(STATISTICS):
+            raise OrderRefused("policy", f"metrics of site.yaml do not allow {STATISTICS}")
+        counts = examples_of(order)
+        with visiting(trainer, "validation", mode="eval"):
+            hold_model(calibrates, order.tensors)
+            of_each = zip(counts.items(), calibrates.client_sums(counts), strict=True)
+            yield from ((client, number, sums) for (client, number), sums in of_each)
 
     def _follow_mask(self, trainer: Trainer, order: Order) -> None:
         """Apply the mask of an order, also to client state."""

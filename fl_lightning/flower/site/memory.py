@@ -7,19 +7,19 @@ restarted leads to bit-identical client state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask
 from fl_lightning.flower.site.ledger import whole_file
-from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.sparsity.masks.mask import Mask
 
 
@@ -108,11 +108,15 @@ class SiteMemory:
             torch.save(state, file)
 
 
+# client, number of examples, and sums over the examples
+ClientSums = tuple[int, int, Mapping[str, Tensor]]
+
+
 class Calibrates(Protocol):
     """Interface of a callback that calibrates masks."""
 
     def mask_applier(self, trainer: Trainer) -> Callable[[Mask], None]:
         """Return a function that makes a mask's entries trainable, in a Trainer's module and optimizer."""
 
-    def answer(self, trainer: Trainer, order: Order) -> OrderResult:
-        """Return the results of an order's clients for a mask or a head."""
+    def sums(self, trainer: Trainer, order: Order) -> Iterable[ClientSums]:
+        """Return the sums of an order's clients for a mask or a head, with the order's model."""

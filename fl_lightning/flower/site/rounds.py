@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,26 +34,22 @@ from fl_lightning.federation import (
     StepOf,
     Transport,
     Upload,
-    clients_as_owners,
     evaluate_clients,
-    visiting,
 )
 from fl_lightning.flower.messages import ClientAnswer, Order, OrderRefused
 from fl_lightning.flower.packing import (
     OPTION,
     SUMS,
     Packing,
+    Recalibrates,
     constants_digest,
-    hold_model,
-    named_sums,
+    metric_tensors,
     of_stage,
-    take_metric_sums,
+    take_metrics,
 )
 from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums import rules_of
-from fl_lightning.nas.shared_weights import SharedWeights
-from fl_lightning.nas.sub_networks.evaluation import TrainingExamples, sums_of_owners
 from fl_lightning.server.protected import Protected, Terms
 
 log = logging.getLogger(__name__)
@@ -127,11 +122,11 @@ class SiteRounds:
                         self._answer_nothing(sent.failure)
                     else:
                         self._pack(sent)
-                sums = take_metric_sums(self.run.collector, self.run.module, self._allows)
-            self.done.tensors |= sums.tensors
+                sums = take_metrics(self.run.collector, self.run.module, self._allows)
+            self.done.tensors |= metric_tensors(sums)
             reductions = self.run.collector.reductions.items()
             self.done.options = {
-                OPTION: sums.logged,
+                OPTION: [list(entry) for entry in sums.logged],
                 "reductions": {name: how for name, how in reductions if self._allows(name)},
             }
             self.run.local.check_constants()
@@ -143,7 +138,7 @@ class SiteRounds:
         self._check_state(order)
         model = self._packing.opened_model(order.tensors["model"], order.round, whole=True)
         self._clients.restore(model)
-        if isinstance(self.run.module, SharedWeights):
+        if isinstance(self.run.module, Recalibrates):
             self.run.module.hold_statistics(of_stage(SUMS, order.tensors))
 
     def follow_mask(self) -> None:
@@ -280,35 +275,6 @@ def _take_options(
                     group[name].fill_(value)
                 elif name in group:
                     group[name] = tuple(value) if isinstance(group[name], tuple) else value
-
-
-def has_shared_weights(trainer: Trainer) -> bool:
-    """True if batch norm statistics of the module are recomputed from sums over training examples."""
-    return isinstance(trainer.lightning_module, SharedWeights)
-
-
-def batch_norm_sums(trainer: Trainer, order: Order) -> OrderResult:
-    """Return the clients' batch norm sums of the networks that an evaluation runs, with the order's model.
-
-    The module does not change.
-    """
-    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(module, SharedWeights)
-    counts = dict(order.options["examples"])
-    examples = TrainingExamples(clients_as_owners(data), counts, module.seed)
-    with visiting(trainer, "validation", mode="eval"):
-        hold_model(module, order.tensors)
-        with torch.no_grad():
-            shown = list(module.shown.values())
-        found = list(sums_of_owners(trainer, module.network, shown, examples, order.clients))
-    return OrderResult(
-        [ClientAnswer(client=client, num_examples=counts[client]) for client in order.clients],
-        {
-            f"{client}/{SUMS}{name}": sums
-            for client, own in zip(order.clients, found, strict=True)
-            for name, sums in named_sums(own).items()
-        },
-    )
 
 
 def evaluated(

@@ -288,10 +288,11 @@ def zen(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         features = []
         for inputs in (x + 0.01 * normal(x), x):  # norms keep the second ones
             logits = copied(inputs).double()
-            features.append(seen[pools[-1]] if pools else logits)
+            features.append(next((seen[pool] for pool in reversed(pools) if pool in seen), logits))
     distance = (features[0] - features[1]).flatten(1).norm(dim=1).mean()
-    spreads = [seen[norm].transpose(0, 1).flatten(1).var(1, correction=0).mean() for norm in norms]
-    # a norm that sees zeros alone has no part in the features
+    inputs_of = [seen[norm] for norm in norms if norm in seen]
+    spreads = [own.transpose(0, 1).flatten(1).var(1, correction=0).mean() for own in inputs_of]
+    # a norm that does not run, or sees zeros alone, has no part in the features
     logs = [0.5 * spread.log() for spread in spreads if spread > 0]
     return float(distance.log() + sum(logs))
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import csv
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -198,6 +198,30 @@ def limits(capability: Capability, networks: Networks, num_clients: int) -> list
         return largest_within(space, cost, budget.amount * unit)
 
     return [limit(budget) for budget in capability.budgets(num_clients)]
+
+
+def affordable(networks: Networks, most: Mapping[str, float]) -> Architecture:
+    """Return the largest sub-network that keeps to all of some costs.
+
+    Args:
+        networks: networks of a space of sizes.
+        most: largest cost by measure: ``flops``, ``params``, ``activations``.
+
+    Raises:
+        ConfigurationError: if the smallest sub-network costs more.
+    """
+    space: Any = networks.space
+
+    def part(architecture: Architecture) -> float:
+        cost = networks.cost(architecture)
+        return float(max(getattr(cost, measure) / limit for measure, limit in most.items()))
+
+    if part(space.smallest) > 1:
+        raise ConfigurationError(
+            f"no network of {space.name} keeps to {dict(most)}: the smallest, {space.smallest}, has "
+            f"{networks.cost(space.smallest)}"
+        )
+    return largest_within(space, part, 1.0)
 
 
 def within(architecture: Architecture, limit: Architecture) -> Architecture:

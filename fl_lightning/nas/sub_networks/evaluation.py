@@ -49,8 +49,7 @@ from fl_lightning.reports.progress import federation_of
 Sums = dict[str, Tensor]
 Context = Callable[[], AbstractContextManager[Any]]  # of a forward pass, e.g. mixed precision
 # number of examples by client -> sums of every sub-network, client by client in this order
-RemoteSums = Callable[[Mapping[int, int]], Iterator[list[Sums]]]
-
+SumsOfOwners = Callable[[Mapping[int, int]], Iterator[list[Sums]]]
 
 _BYTES = 8  # per number in a sum
 
@@ -84,7 +83,7 @@ def recalibrated(
     *,
     max_examples: int | None,
     seed: int,
-    remote: RemoteSums | None = None,
+    remote: SumsOfOwners | None = None,
 ) -> tuple[list[Sums], int] | None:
     """Sum up the batch norm statistics of sub-networks over the training examples; all processes call this.
 

@@ -28,7 +28,7 @@ from fl_lightning.federation import LocalTraining, MaskOfClient, Stage, federati
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.spaces.subnetwork import sort_channels
-from fl_lightning.nas.sub_networks.capability import limits, reach
+from fl_lightning.nas.sub_networks.capability import limits, reach, within
 from fl_lightning.nas.sub_networks.evaluation import check_personal, has_statistics
 from fl_lightning.nas.sub_networks.methods import Shrinking
 from fl_lightning.reports.progress import federation_of
@@ -50,7 +50,7 @@ class CurrentClient(Stage):
 
     @contextmanager
     def around(self, training: LocalTraining) -> Iterator[None]:
-        """Record the client while it trains."""
+        """Record which client is training, while it trains."""
         before, self.client = self.client, training.work.client_id
         try:
             yield
@@ -86,7 +86,7 @@ class SubNetworkRounds(Callback):
         """Check the run, and add the stage that records which client trains.
 
         Raises:
-            ConfigurationError: for a capability in a run without clients, a budget that no network
+            ConfigurationError: for a capability in a run without clients, limits of sites without it, a budget that no network
                 meets, or personal models whose statistics would not be recalibrated.
         """
         module: Any = pl_module
@@ -109,6 +109,14 @@ class SubNetworkRounds(Callback):
         if module.capability is not None:
             num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
             self._limits = limits(module.capability, module.networks, num_clients)
+            for client, most in module.most_of_clients.items():
+                self._limits[client] = within(self._limits[client], most)
+        elif module.most_of_clients:
+            raise ConfigurationError(
+                "model.capability: sites have a most_cost, so that clients train networks of different sizes: set it, "
+                "e.g. to DeviceClasses with budgets_of_classes: [1.0], with an optimizer that supports masks "
+                "(SparseSGDM, SparseAdamW)"
+            )
         check_personal(federation.personal, module.network)
         self._current = CurrentClient()
         federation.add(self._current)

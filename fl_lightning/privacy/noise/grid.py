@@ -73,7 +73,7 @@ class Grid:
         return cls(clip_norm, step)
 
     def to_steps(self, vector: Tensor, draw: Draw) -> Integers:
-        """Clip a vector and round it to integer steps of norm ≤ S · `GRID_COST`, shape (k,).
+        """Clip a vector and round it to integer multiples of the grid's step, shape (k,); its norm is at most S · `GRID_COST`.
 
         Args:
             vector: finite vector, shape (k,).

@@ -181,7 +181,7 @@ class Packed:
             row.view(np.uint8).reshape(-1, 8)[:, :width] = part
             at = end
         if not (numbers < self.primes).all():
-            raise MessageError("no ciphertext: a number is not below its prime")
+            raise MessageError("not a valid ciphertext: a number is not below its modulus")
         return numbers
 
     def sum(self, one: Numbers, other: Numbers) -> Numbers:

@@ -239,7 +239,9 @@ class SecureClient:
         if both := request.survivors & request.dropped:
             raise RefusedError(f"both secrets of clients {sorted(both)} are asked for")
         if request.survivors | request.dropped != self._sharers:
-            raise RefusedError("survivors and dropped together must be those who shared")
+            raise RefusedError(
+                "survivors and dropped clients together must be exactly the clients that sent shares"
+            )
         if self._session.active:
             self._check_agreed(request)
         self._expects = None

@@ -114,12 +114,12 @@ class SecureServer:
             ForgedError: if a signature is not the client's; nothing changes.
         """
         if self.stage is None:
-            raise MessageError("no message is waited for: the session is over")
+            raise MessageError("no message is expected: the session is over")
         place, message = decode(self._session, data, _KINDS[self.stage])
         if sender is not None and place != sender:
             raise MessageError(f"client {sender} sent a message of client {place}")
         if place not in self.awaited:
-            raise MessageError(f"client {place} sent a message that is not waited for")
+            raise MessageError(f"client {place} sent a message that is not expected now")
         self._check(place, message)
         if isinstance(message, MaskedVector):
             self._total += message.values
@@ -275,7 +275,9 @@ class SecureServer:
     def _checked(self, shares: dict[str, Shares]) -> dict[str, dict[int, bytes]]:
         """Reconstruct the secrets, and return them by kind and client."""
         for place in self.survivors - shares["seeds"].keys():
-            raise AbortedError(f"no client has revealed a share of client {place}'s seed")
+            raise AbortedError(
+                f"no client has revealed a share of client {place}'s seed, so its mask cannot be removed"
+            )
         secrets: dict[str, dict[int, bytes]] = {kind: {} for kind in _SECRETS}
         for kind in _SECRETS:
             for place, held in shares[kind].items():

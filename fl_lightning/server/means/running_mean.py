@@ -159,7 +159,7 @@ class ExactMean:
         """
         if float(self._largest) > LARGEST_SUM:
             raise RoundFailure(
-                f"exact: true sums updates times examples up to {LARGEST_SUM:.1e}, this round "
+                f"exact: true can sum updates, times their examples, up to {LARGEST_SUM:.1e}, and this round "
                 f"reached {float(self._largest):.1e}: clip the clients' gradients, lower their "
                 "learning rate, or set the aggregator's exact: false"
             )

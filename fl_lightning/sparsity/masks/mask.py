@@ -165,6 +165,33 @@ class Mask(Mapping[str, Tensor]):
             )
         return mask
 
+    def to_bytes(self) -> bytes:
+        """Return the mask as a container, see `fl_lightning.core.container`."""
+        state = self.state_dict()
+        about = {
+            "version": state["version"],
+            "hash": state["hash"],
+            "shapes": [[name, shape] for name, shape in state["shapes"].items()],
+        }
+        return write("mask", about, state["bits"])
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Mask:
+        """Read a mask from the bytes of `to_bytes`, on the CPU; they are not trusted.
+
+        Raises:
+            ConfigurationError: if they are no mask of this version, or damaged.
+        """
+        try:
+            fields, bits = read(content, "mask")
+            state = dict(fields_of(fields, ("version", "hash", "shapes"), "a mask"))
+            check_whole("a mask: version", state["version"])
+            state["shapes"] = dict(_name_and_shape(each) for each in state["shapes"] or ())
+            check_form([[name, shape] for name, shape in state["shapes"].items()], fields["shapes"])
+        except (MessageError, TypeError) as error:
+            raise ConfigurationError(f"no file of a mask ({error})") from error
+        return cls.from_state_dict({**state, "bits": bits})
+
     def check_fits(self, module: nn.Module) -> None:
         """Raise ConfigurationError if the module lacks tensors of the mask, or has other shapes."""
         found = dict(module.named_parameters())
@@ -223,14 +250,8 @@ def save_mask(mask: Mask, path: str | Path) -> None:
         ...     load_mask(f"{folder}/mask.safetensors") == mask
         True
     """
-    state = mask.state_dict()
-    about = {
-        "version": state["version"],
-        "hash": state["hash"],
-        "shapes": [[name, shape] for name, shape in state["shapes"].items()],
-    }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(write("mask", about, state["bits"]))
+    Path(path).write_bytes(mask.to_bytes())
 
 
 def load_mask(path: str | Path) -> Mask:
@@ -242,21 +263,9 @@ def load_mask(path: str | Path) -> Mask:
     if not Path(path).is_file():
         raise ConfigurationError(f"mask: there is no file {str(path)!r} on this machine")
     try:
-        return Mask.from_state_dict(_read(path))
+        return Mask.from_bytes(Path(path).read_bytes())
     except ConfigurationError as error:
         raise ConfigurationError(f"mask: the file {str(path)!r} is {error}") from error
-
-
-def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        fields, bits = read(Path(path).read_bytes(), "mask")
-        state = dict(fields_of(fields, ("version", "hash", "shapes"), "a mask"))
-        check_whole("a mask: version", state["version"])
-        state["shapes"] = dict(_name_and_shape(each) for each in state["shapes"] or ())
-        check_form([[name, shape] for name, shape in state["shapes"].items()], fields["shapes"])
-    except (MessageError, TypeError) as error:
-        raise ConfigurationError(f"no file of a mask ({error})") from error
-    return {**state, "bits": bits}
 
 
 def _name_and_shape(entry: Any) -> tuple[str, list[int]]:
