@@ -10,7 +10,9 @@ import torch
 import torchvision
 import yaml
 from peft import PeftModel
+from readme import commands
 from small_sets import write_folder, write_idx, write_pickles
+from test_readme_session import NOT_TYPED
 from tiny_llama import LLAMA, ROWS, make_tokenizer
 from toys import ACCELERATOR
 
@@ -135,7 +137,17 @@ def run(*files):
     main(["fit", *layers, *(word for pair in options.items() for word in pair)])
 
 
-@pytest.mark.parametrize("config", SMALL)
+def others(configs):
+    """Return those that test_readme_session does not run, and no test of their own."""
+    run_there = [command for command in commands() if command not in NOT_TYPED]
+    return [
+        name
+        for name in configs
+        if name != "llm.yaml" and not any(f"configs/{name}" in each for each in run_there)
+    ]
+
+
+@pytest.mark.parametrize("config", others(SMALL))
 def test_every_base_runs_a_round(config):
     run(config)
     assert list(Path("runs").rglob("last.ckpt"))
@@ -163,11 +175,10 @@ def test_a_runs_adapter_gives_the_same_logits_in_plain_peft():
 
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover
 @pytest.mark.filterwarnings("ignore:The number of training batches")  # few data
-@pytest.mark.parametrize(("config", "base"), DIFFS.items())
-def test_every_diff_runs_over_its_base(config, base):
-    run(base, config)
+@pytest.mark.parametrize("config", others(DIFFS))
+def test_every_diff_runs_over_its_base(config):
+    run(DIFFS[config], config)
     assert list(Path("runs").rglob("best.ckpt"))
-    assert f"--config configs/{base} --config configs/{config}" in (CONFIGS / config).read_text()
 
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
@@ -211,7 +222,10 @@ def test_every_run_of_an_experiment_is_understood(name, num_runs, tmp_path):
     assert f"fl-lightning compare --config configs/{name}" in (CONFIGS / name).read_text()
 
 
-def test_diffs_change_only_what_they_are_about():
+def test_diffs_say_how_to_run_them_and_change_only_what_they_are_about():
+    for config, base in DIFFS.items():
+        typed = f"--config configs/{base} --config configs/{config}"
+        assert typed in (CONFIGS / config).read_text()
     assert yaml.safe_load((CONFIGS / "centralized.yaml").read_text()) == {"federation": None}
     assert list(yaml.safe_load((CONFIGS / "noniid.yaml").read_text())) == ["data"]
 

@@ -5,6 +5,7 @@ import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -62,7 +63,6 @@ HELP = {
         "--trainer.callbacks.sensitivity.help",
     ],
 }
-both_engines = pytest.mark.parametrize("engine", ["sequential", "slots"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,18 +84,14 @@ def part(name):
     return getattr(importlib.import_module("my_federation"), name)
 
 
-def run(*callbacks, engine="sequential", devices=1, rounds=2, data=None, module=None, **block):
+def run(*callbacks, engine="sequential", devices=1, rounds=2, data=None, module=ToyModule, **block):
     """Return a module after two rounds of three of six clients; another option replaces ours."""
     seed_everything(0, verbose=False)
-    module = (module or ToyModule)()
+    module = module()
     ckpt_path = block.pop("ckpt_path", None)
     defaults = {"cohort": UniformCohort(size=3), "local_steps": 2, "seed": 4, "engine": engine}
     federation = Federation(**defaults | block)
-    trainer = toy_trainer(
-        *(*callbacks, federation),
-        max_epochs=rounds,
-        devices=devices,
-    )
+    trainer = toy_trainer(*callbacks, federation, max_epochs=rounds, devices=devices)
     trainer.fit(module, datamodule=data or toy_data(batch_size=4), ckpt_path=ckpt_path)
     if engine == "slots":
         assert federation.rounds.clients.engine.slots is not None
@@ -109,6 +105,13 @@ def same(one, other):
 def updates(*deltas):
     for client, delta in enumerate(deltas):
         yield ClientUpdate(client, torch.tensor(delta), torch.empty(0), 10, 1)
+
+
+def opened(aggregator, *deltas):
+    aggregator.open(torch.empty(len(deltas[0])))
+    for update in updates(*deltas):
+        aggregator.add(update)
+    return aggregator.close()
 
 
 class TestThePage:
@@ -152,171 +155,154 @@ class TestThePage:
         assert end.value.code == 0
 
 
-class TestAnAggregator:
-    @both_engines
-    def test_with_power_0_it_is_the_mean_that_counts_clients_alike(self, engine):
-        own = run(engine=engine, aggregator=part("ByNorm")(power=0.0))
-        assert same(own, run(engine=engine, aggregator=Mean(weight_by_examples=False)))
-
-    def test_with_power_minus_1_updates_count_as_if_of_one_length(self):
-        mean = part("ByNorm")(power=-1.0)
-        mean.open(torch.empty(2))
-        for update in updates([30.0, 40.0], [0.0, -2.0], [0.0, 0.0]):
-            mean.add(update)
-        # the directions are (0.6, 0.8) and (0, -1), the weights 1/50 and 1/2
-        torch.testing.assert_close(mean.close(), torch.tensor([0.6, -0.2]) / (1 / 50 + 1 / 2))
-
-    def test_two_processes_give_the_bits_of_one(self):
-        make = part("ByNorm")
-        one, two = (run(aggregator=make(exact=True), devices=n) for n in (1, 2))
-        assert same(one, two)
-        assert not same(one, run(aggregator=Mean(exact=True)))
+ALIKE = Mean(weight_by_examples=False)
+# a part that is switched off, and what else the run without it asks for
+OFF = {
+    "ByNorm": (lambda: {"aggregator": part("ByNorm")(power=0.0)}, {"aggregator": ALIKE}),
+    "Shortest": (lambda: {"aggregator": part("Shortest")(share=1.0)}, {"aggregator": ALIKE}),
+    "KeptMomentum": (lambda: {"correction": part("KeptMomentum")(momentum=0.0)}, {}),
+    "Threshold": (lambda: {"updates": [part("Threshold")(share=0.0)]}, {}),
+    "Shifts": (lambda: {"cohort": part("Shifts")(size=3, num_shifts=1)}, {}),
+    "SlowStart": (lambda: {"stages": [part("SlowStart")(rounds=0)]}, {}),
+}
 
 
-class TestARobustRule:
-    def test_it_is_the_mean_of_the_shortest(self):
-        rows = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
-        rows *= 10.0 ** np.arange(7)[::-1, None]  # the last ones are the shortest
-        rule = part("Shortest")(share=3 / 7)
-        rule.open(torch.empty(5))
-        for update in updates(*rows.tolist()):
-            rule.add(update)
-        expected = torch.from_numpy(rows[-3:].mean(0))
-        torch.testing.assert_close(rule.close(), expected)
+@pytest.fixture(scope="module")
+def without():
+    """A function that returns where a run of an engine ends without any of the parts."""
+    return cache(lambda engine, aggregator=None: run(engine=engine, aggregator=aggregator))
 
-    @both_engines
-    def test_with_share_1_it_is_the_mean_of_alike_clients(self, engine):
-        own = run(engine=engine, aggregator=part("Shortest")(share=1.0))
-        mean = run(engine=engine, aggregator=Mean(weight_by_examples=False))
-        torch.testing.assert_close(weights(own), weights(mean), rtol=1e-5, atol=1e-6)
 
-    def test_two_processes_give_the_bits_of_one(self):
-        rule = part("Shortest")()
-        assert same(run(aggregator=rule), run(aggregator=rule, devices=2))
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+@pytest.mark.parametrize("name", OFF)
+def test_a_part_that_is_off_changes_nothing(name, engine, without):
+    part_off, others = OFF[name]
+    own, plain = run(engine=engine, **part_off()), without(engine, **others)
+    if name == "Shortest":  # adds in another order
+        torch.testing.assert_close(weights(own), weights(plain), rtol=1e-5, atol=1e-6)
+    else:
+        assert same(own, plain)
 
-    def test_it_refuses_a_share_that_is_none(self):
-        with pytest.raises(ConfigurationError, match="share must be in"):
-            part("Shortest")(share=0.0)
+
+def together(**others):
+    """Return a run of one part of each kind."""
+    return {
+        "rounds": 3,
+        "aggregator": part("ByNorm")(exact=True),
+        "cohort": part("Shifts")(fraction=0.5),
+        "correction": part("KeptMomentum")(),
+        "stages": [part("SlowStart")(rounds=4)],
+        **others,
+    }
+
+
+def test_two_processes_give_the_bits_of_one(without):
+    one, two = (run(**together(), devices=n) for n in (1, 2))
+    assert same(one, two)
+    one, two = (run(aggregator=part("Shortest")(), devices=n) for n in (1, 2))
+    assert same(one, two)
+    assert not same(one, without("sequential"))
+
+
+def test_a_resumed_run_remembers_and_its_stage_is_logged(tmp_path):
+    whole = run(SaveEverywhere(tmp_path), **together())
+    for moment in ("1-trained", "1-end"):
+        assert same(whole, run(**together(), ckpt_path=tmp_path / f"{moment}.ckpt"))
+    assert not same(whole, run(**together(correction=None)))
+    logged = torch.load(tmp_path / "2-end.ckpt", weights_only=False)["callbacks"]["Federation"]
+    assert logged["record"]["more"] == {"round/share_of_step": 3 / 5}
+
+
+def test_an_aggregator_with_power_minus_1_counts_updates_as_if_of_one_length():
+    found = opened(part("ByNorm")(power=-1.0), [30.0, 40.0], [0.0, -2.0], [0.0, 0.0])
+    # the directions are (0.6, 0.8) and (0, -1), the weights 1/50 and 1/2
+    torch.testing.assert_close(found, torch.tensor([0.6, -0.2]) / (1 / 50 + 1 / 2))
+
+
+def test_a_robust_rule_is_the_mean_of_the_shortest():
+    rows = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+    rows *= 10.0 ** np.arange(7)[::-1, None]  # the last ones are the shortest
+    found = opened(part("Shortest")(share=3 / 7), *rows.tolist())
+    torch.testing.assert_close(found, torch.from_numpy(rows[-3:].mean(0)))
+    with pytest.raises(ConfigurationError, match="share must be in"):
+        part("Shortest")(share=0.0)
 
 
 def plain():
     return ToyModule(momentum=0.0, scheduler=False).double()
 
 
-class TestACorrection:
-    @both_engines
-    def test_without_momentum_it_is_no_correction(self, engine):
-        off = part("KeptMomentum")(momentum=0.0)
-        assert same(run(engine=engine), run(engine=engine, correction=off))
-
-    @both_engines
-    def test_one_client_with_a_step_a_round_is_sgd_with_momentum(self, engine):
-        source = ToyData(batch_size=60, dtype=torch.float64)
-        own = run(
-            correction=part("KeptMomentum")(momentum=0.5),
-            data=FederatedDataModule(source, num_clients=1),
-            cohort=None,
-            local_steps=1,
-            engine=engine,
-            rounds=4,
-            module=plain,
-        )
-        seed_everything(0, verbose=False)
-        expected = plain()
-        optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.5)
-        x, y = source.train.tensors
-        for _ in range(4):
-            optimizer.zero_grad()
-            functional.cross_entropy(expected.net(x), y).backward()
-            optimizer.step()
-        torch.testing.assert_close(weights(own), weights(expected), rtol=1e-10, atol=1e-12)
-
-    def test_a_resumed_run_remembers(self, tmp_path):
-        block = {"correction": part("KeptMomentum")(), "rounds": 3}
-        whole = run(SaveEverywhere(tmp_path), **block)
-        assert same(whole, run(**block, ckpt_path=tmp_path / "1-end.ckpt"))
-        assert not same(whole, run(rounds=3))
+def test_a_correction_of_one_client_with_a_step_a_round_is_sgd_with_momentum():
+    source = ToyData(batch_size=60, dtype=torch.float64)
+    own = run(
+        correction=part("KeptMomentum")(momentum=0.5),
+        data=FederatedDataModule(source, num_clients=1),
+        cohort=None,
+        local_steps=1,
+        engine="slots",
+        rounds=4,
+        module=plain,
+    )
+    seed_everything(0, verbose=False)
+    expected = plain()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.5)
+    x, y = source.train.tensors
+    for _ in range(4):
+        optimizer.zero_grad()
+        functional.cross_entropy(expected.net(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(own), weights(expected), rtol=1e-10, atol=1e-12)
 
 
-class TestATransform:
-    @both_engines
-    def test_with_share_0_everything_arrives(self, engine):
-        assert same(run(engine=engine), run(engine=engine, updates=[part("Threshold")(share=0.0)]))
-
-    def test_what_is_large_arrives_as_it_is(self):
-        step = part("Threshold")(share=0.5)
-        sent = torch.tensor([3.0, -0.1, 0.2, -4.0])  # of norm 5.005
-        arrived = step.on_server(step.on_client(Dense(sent), seed=0), seed=0, size=4)
-        assert arrived.to_dense().tolist() == [3.0, 0.0, 0.0, -4.0]
-
-    def test_less_travels(self):
-        facts = {}
-        for share in (0.0, 0.2):
-            federation = Federation(local_steps=1, updates=[part("Threshold")(share=share)])
-            trainer = toy_trainer(federation, max_epochs=1)
-            trainer.fit(ToyModule(), datamodule=toy_data())
-            facts[share] = federation.rounds.record.facts()
-        assert facts[0.0]["round/compression_error"] == 0.0
-        assert 0.0 < facts[0.2]["round/compression_error"] < 1.0
-        # most of a message of 67 numbers is its header
-        assert facts[0.2]["round/bytes_up"] < 0.75 * facts[0.0]["round/bytes_up"]
+def test_what_is_large_arrives_as_it_is_and_less_travels():
+    step = part("Threshold")(share=0.5)
+    sent = torch.tensor([3.0, -0.1, 0.2, -4.0])  # of norm 5.005
+    arrived = step.on_server(step.on_client(Dense(sent), seed=0), seed=0, size=4)
+    assert arrived.to_dense().tolist() == [3.0, 0.0, 0.0, -4.0]
+    facts = {}
+    for share in (0.0, 0.2):
+        federation = Federation(local_steps=1, updates=[part("Threshold")(share=share)])
+        toy_trainer(federation, max_epochs=1).fit(ToyModule(), datamodule=toy_data())
+        facts[share] = federation.rounds.record.facts()
+    assert facts[0.0]["round/compression_error"] == 0.0
+    assert 0.0 < facts[0.2]["round/compression_error"] < 1.0
+    # most of a message of 67 numbers is its header
+    assert facts[0.2]["round/bytes_up"] < 0.75 * facts[0.0]["round/bytes_up"]
 
 
-class TestACohort:
-    @pytest.mark.parametrize("round_index", range(4))
-    def test_it_is_a_pure_function_of_seed_and_round(self, round_index):
-        population, make = Population(np.full(100, 10)), part("Shifts")
-        first, again = (make(size=9).sample(round_index, population, seed=3) for _ in range(2))
+def test_a_cohort_is_a_pure_function_of_seed_and_round_and_draws_who_is_there():
+    population, make = Population(np.full(100, 10)), part("Shifts")
+    for index in range(4):
+        first, again = (make(size=9).sample(index, population, seed=3) for _ in range(2))
         assert first.tolist() == again.tolist()
         assert len(first) == 9
         assert (np.diff(first) > 0).all()
-        assert set(first % 2) == {round_index % 2}
-        assert first.tolist() != make(size=9).sample(round_index, population, seed=4).tolist()
-
-    def test_who_is_not_there_is_not_drawn(self):
-        there = np.arange(10) < 5
-        population = Population(np.full(10, 10), is_available=there)
-        assert part("Shifts")(size=4).sample(0, population, seed=0).tolist() == [0, 2, 4]
-
-    @both_engines
-    def test_with_one_shift_it_is_uniform(self, engine):
-        own = run(engine=engine, cohort=part("Shifts")(size=3, num_shifts=1))
-        assert same(own, run(engine=engine, cohort=UniformCohort(size=3)))
-
-    def test_two_processes_train_the_same_clients(self):
-        block = {"cohort": part("Shifts")(fraction=0.5), "aggregator": Mean(exact=True)}
-        assert same(run(**block), run(**block, devices=2))
+        assert set(first % 2) == {index % 2}
+        assert first.tolist() != make(size=9).sample(index, population, seed=4).tolist()
+    population = Population(np.full(10, 10), is_available=np.arange(10) < 5)
+    assert make(size=4).sample(0, population, seed=0).tolist() == [0, 2, 4]
 
 
 labels = st.lists(st.integers(0, 4), min_size=8, max_size=60).map(np.array)
 
 
-class TestAPartition:
-    @given(labels, st.integers(1, 8), st.floats(0, 1), st.integers(0, 9))
-    def test_every_example_has_one_client(self, labels, num_clients, share, seed):
-        shards = part("HomeClass")(share).assign(labels, num_clients, seed)
-        assert len(shards) == num_clients
-        assert sorted(np.concatenate(list(shards)).tolist()) == list(range(len(labels)))
+@given(labels, st.integers(1, 8), st.floats(0, 1), st.integers(0, 9))
+def test_a_partition_gives_every_example_to_one_client(labels, num_clients, share, seed):
+    shards = part("HomeClass")(share).assign(labels, num_clients, seed)
+    assert len(shards) == num_clients
+    assert sorted(np.concatenate(list(shards)).tolist()) == list(range(len(labels)))
+    at_home = part("HomeClass")(1.0).assign(labels, num_clients, seed)
+    for name in np.unique(labels):
+        assert sum(name in labels[np.asarray(shard)] for shard in at_home) == 1
+    rule = part("HomeClass")(0.0)  # where classes do not matter
+    assert all(map(np.array_equal, rule.assign(labels, 3, 0), rule.assign(labels[::-1], 3, 0)))
 
-    @given(labels, st.integers(1, 8))
-    def test_with_share_1_a_class_is_at_home(self, labels, num_clients):
-        shards = part("HomeClass")(1.0).assign(labels, num_clients, seed=0)
-        for name in np.unique(labels):
-            assert sum(name in labels[np.asarray(shard)] for shard in shards) == 1
 
-    @given(labels)
-    def test_with_share_0_classes_do_not_matter(self, labels):
-        rule = part("HomeClass")(0.0)
-        one, other = rule.assign(labels, 3, seed=0), rule.assign(labels[::-1], 3, seed=0)
-        assert all(map(np.array_equal, one, other))
-
-    @both_engines
-    def test_a_federation_trains_on_it(self, engine):
-        data = toy_data(num_clients=3, partition=part("HomeClass")(share=0.8), batch_size=4)
-        own = run(engine=engine, data=data)
-        assert not same(own, run(engine=engine, data=toy_data(num_clients=3, batch_size=4)))
-        classes = data.source.train.tensors[1]
-        assert [int(classes[shard].mode().values) for shard in data.clients] == [0, 1, 2]
+def test_a_federation_trains_on_a_partition(without):
+    data = toy_data(num_clients=3, partition=part("HomeClass")(share=0.8), batch_size=4)
+    assert not same(run(data=data), without("sequential"))
+    classes = data.source.train.tensors[1]
+    assert [int(classes[shard].mode().values) for shard in data.clients] == [0, 1, 2]
 
 
 class Masked(ToyModule):
@@ -327,29 +313,37 @@ class Masked(ToyModule):
         return SparseSGDM(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class TestASensitivity:
-    def test_it_is_the_square_of_single_gradients(self):
-        seed_everything(0, verbose=False)
-        module, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.randn(9, 4)
-        scores = part("OwnAnswer")()(module, [x[:4], x[4:]])
-        expected = torch.zeros(5, 4)
-        for example in x:
-            answer = module(example).log_softmax(0).max()
-            expected += torch.autograd.grad(answer, module[0].weight)[0].square()
-        assert scores.num_examples == 9
-        torch.testing.assert_close(scores.sums["0.weight"], expected)
-        answers = EmpiricalFisher(labels=lambda batch: module(batch).argmax(1))(module, [x])
-        torch.testing.assert_close(scores.sums, answers.sums)
+def test_a_sensitivity_is_the_square_of_single_gradients():
+    seed_everything(0, verbose=False)
+    module, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.randn(9, 4)
+    scores = part("OwnAnswer")()(module, [x[:4], x[4:]])
+    expected = torch.zeros(5, 4)
+    for example in x:
+        answer = module(example).log_softmax(0).max()
+        expected += torch.autograd.grad(answer, module[0].weight)[0].square()
+    assert scores.num_examples == 9
+    torch.testing.assert_close(scores.sums["0.weight"], expected)
+    answers = EmpiricalFisher(labels=lambda batch: module(batch).argmax(1))(module, [x])
+    torch.testing.assert_close(scores.sums, answers.sums)
 
-    @both_engines
-    def test_a_mask_is_found_and_kept(self, engine):
-        seed_everything(0, verbose=False)
-        before = Masked()
-        sparse = MaskCalibration(density=0.3, head_name="net.4", sensitivity=part("OwnAnswer")())
-        after = run(sparse, engine=engine, module=Masked)
-        moved = (before.net[0].weight != after.net[0].weight).detach()
-        assert 0 < moved.sum() <= 0.4 * moved.numel()
-        assert not (moved & ~sparse.mask["net.0.weight"]).any()
+
+def test_a_mask_by_a_sensitivity_is_found_and_kept():
+    seed_everything(0, verbose=False)
+    before = Masked()
+    sparse = MaskCalibration(density=0.3, head_name="net.4", sensitivity=part("OwnAnswer")())
+    after = run(sparse, engine="slots", module=Masked)
+    moved = (before.net[0].weight != after.net[0].weight).detach()
+    assert 0 < moved.sum() <= 0.4 * moved.numel()
+    assert not (moved & ~sparse.mask["net.0.weight"]).any()
+
+
+def test_a_stage_halves_the_first_of_two_steps():
+    start, half = weights(run(rounds=0)).double(), part("SlowStart")(rounds=1)
+    whole, own = (
+        weights(run(rounds=1, module=plain, stages=some, data=toy_data(dtype=torch.float64)))
+        for some in ([], [half])
+    )
+    torch.testing.assert_close(own, (start + whole) / 2, rtol=1e-12, atol=1e-12)
 
 
 class Odd(WeightedMean):
@@ -379,35 +373,6 @@ class Halves:
 
 
 class TestAStage:
-    @both_engines
-    def test_with_0_rounds_every_step_is_whole(self, engine):
-        assert same(run(engine=engine), run(engine=engine, stages=[part("SlowStart")(rounds=0)]))
-
-    @both_engines
-    def test_the_first_of_two_steps_is_half_as_long(self, engine):
-        start, _, half = run(rounds=0), None, part("SlowStart")(rounds=1)
-        whole, own = (
-            run(engine=engine, rounds=1, module=plain, stages=s, data=toy_data(dtype=torch.float64))
-            for s in ([], [half])
-        )
-        start = weights(start).double()
-        middle = (start + weights(whole)) / 2
-        torch.testing.assert_close(weights(own), middle, rtol=1e-12, atol=1e-12)
-
-    def test_it_goes_on_inside_a_round_and_is_logged(self, tmp_path):
-        block = {"rounds": 3}
-        whole = run(SaveEverywhere(tmp_path), stages=[part("SlowStart")(rounds=4)], **block)
-        for moment in ("1-trained", "1-end"):
-            stages = [part("SlowStart")(rounds=4)]
-            assert same(whole, run(stages=stages, **block, ckpt_path=tmp_path / f"{moment}.ckpt"))
-        logged = torch.load(tmp_path / "2-end.ckpt", weights_only=False)["callbacks"]["Federation"]
-        assert logged["record"]["more"] == {"round/share_of_step": 3 / 5}
-
-    def test_two_processes_give_the_bits_of_one(self):
-        mean = Mean(exact=True)
-        one, two = (run(stages=[part("SlowStart")()], aggregator=mean, devices=n) for n in (1, 2))
-        assert same(one, two)
-
     def test_its_problems_are_told_with_those_of_others(self):
         class Picky(Stage):
             def enter(self, run):
@@ -419,7 +384,7 @@ class TestAStage:
             run(stages=[Picky(), type("More", (Picky,), {})()])
 
     @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
-    @both_engines
+    @pytest.mark.parametrize("engine", ["sequential", "slots"])
     def test_what_acts_in_the_module_is_called_for_every_client(self, engine):
         called = []
 

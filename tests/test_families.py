@@ -1,8 +1,7 @@
 """What every exported member of every family keeps to: it has a row, is explained, final and frozen.
 
-What the members of a family keep to besides is in `test_families_folds` (aggregators and robust rules),
-`test_families_draws`, `test_families_vectors` and `test_families_scores`; that those that are switched
-off change nothing, in `test_families_off`.
+What the members of a family keep to besides is in `test_families_folds` (aggregators and robust rules)
+and `test_families_functions`; that those that are switched off change nothing, in `test_families_off`.
 """
 
 import copy

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from readme import ROOT
+from readme import ROOT, words_of
 from small_sets import write_idx
-from test_pages_understood import QUICKSTART, understood
+from test_pages_understood import PRIVATE, QUICKSTART, understood
 
 from fl_lightning import ClientEvaluation, FederatedDataModule, standard_callbacks
 from fl_lightning.cli import main
@@ -100,10 +100,6 @@ def test_the_python_of_the_page_on_data_does_what_is_said():
     assert data.train_batch(data.clients[1][:4])[0].shape == (4, 1, 8, 8)
 
 
-# the first is the one that test_configs runs
-_, *PRIVATE = re.findall(
-    r"^uv run fl-lightning (fit .*)$", (DOCS / "privacy.md").read_text(), re.MULTILINE
-)
 SHORT = (
     "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1 --report false"
     " --federation.local_epochs null --federation.local_steps 1 --test_after_fit false"
@@ -114,7 +110,7 @@ SHORT = (
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 def test_commands_on_privacy_run(command, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    main([*shlex.split(command), *SHORT.split()])
+    main([*words_of(command)[1:], *SHORT.split()])
     assert list(tmp_path.rglob("best.ckpt"))
 
 

@@ -9,6 +9,7 @@ import runpy
 import pytest
 import yaml
 from readme import ROOT, commands, words_of
+from test_readme_session import NOT_TYPED
 
 from fl_lightning.cli import main
 from fl_lightning.cli.commands import parser_of
@@ -46,18 +47,27 @@ BLOCKS = [
     for number, block in enumerate(blocks(page))
     if yaml.safe_load(block) not in ALGORITHMS.values()  # test_algorithm_configs runs those
 ]
-OF_FITS = ("fit", "validate", "test", "predict", "compare")
-COMMANDS = list(
-    dict.fromkeys(
-        command
-        for page in PAGES
-        if page.stem not in READ_ELSEWHERE
-        for command in commands(page.read_text())
-        if words_of(command)[0] == "fl-lightning"
-        and words_of(command)[1] not in ("init", "configs", "--version")  # typed as they are
-        and re.search(r" -|report \S", command)  # more than a command's name
-    )
+# the first is the one that test_configs runs, the others are run by test_pages
+_, *PRIVATE = re.findall(
+    r"^(uv run fl-lightning fit .*)$", (DOCS / "privacy.md").read_text(), re.MULTILINE
 )
+RUN = [
+    *PRIVATE,
+    *(command for command in commands() if command not in NOT_TYPED),
+    *(command for command, why in NOT_TYPED.items() if why.startswith("test_configs runs it")),
+]
+OF_FITS = ("fit", "validate", "test", "predict", "compare")
+COMMANDS = {
+    tuple(words_of(command)): None
+    for page in PAGES
+    if page.stem not in READ_ELSEWHERE
+    for command in commands(page.read_text())
+    if words_of(command)[0] == "fl-lightning"
+    and words_of(command)[1] not in ("init", "configs", "--version")  # typed as they are
+    and re.search(r" -|report \S", command)  # more than a command's name
+}
+for typed in RUN:
+    COMMANDS.pop(tuple(words_of(typed)), None)
 
 
 def understood(arguments, monkeypatch, capsys):
@@ -87,9 +97,9 @@ def with_quickstart(words):
     return with_paths([QUICKSTART if word in names else word for word in words])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_command_is_understood(command, monkeypatch, capsys):
-    _, name, *words = words_of(command)
+    _, name, *words = command
     monkeypatch.chdir(ROOT)
     if name not in OF_FITS:
         own = words[: words.index("--")] if "--" in words else words

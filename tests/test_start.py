@@ -23,25 +23,21 @@ HEAVY = (
 )
 
 
-def loaded_after(*steps):
-    """Return which heavy libraries a fresh process has loaded after each of the steps."""
+def test_heavy_libraries_are_loaded_when_they_are_needed():
+    """Torchmetrics, which Lightning imports, loads matplotlib, scipy and torchvision by itself."""
     show = f"import sys; print('loaded', *(name for name in {HEAVY} if name in sys.modules))"
+    steps = (
+        "import fl_lightning; dir(fl_lightning)",
+        "fl_lightning.data.IID()",
+        "import fl_lightning.cli.commands\nfl_lightning.data.Digits().setup()",
+    )
     process = [sys.executable, "-c", "\n".join(f"{step}\n{show}" for step in steps)]
     output = subprocess.run(process, check=True, capture_output=True, text=True).stdout
     lines = [line.split() for line in output.splitlines()]
-    return [set(names) for first, *names in filter(None, lines) if first == "loaded"]
-
-
-def test_the_front_door_loads_nothing_heavy():
-    assert loaded_after("import fl_lightning; dir(fl_lightning)") == [set()]
-
-
-def test_rooms_open_by_name_and_load_neither_the_models_libraries_nor_the_loggers():
-    """Torchmetrics, which Lightning imports, loads matplotlib, scipy and torchvision by itself."""
-    room, all_else = loaded_after(
-        "import fl_lightning; fl_lightning.data.IID()",
-        "import fl_lightning.cli.commands\nfl_lightning.data.Digits().setup()",
+    door, room, all_else = (
+        set(names) for first, *names in filter(None, lines) if first == "loaded"
     )
+    assert not door
     assert "torch" in room
     assert not all_else & {"sklearn", "tensorboard", "timm"}
 

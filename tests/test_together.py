@@ -8,13 +8,14 @@ from families import ROWS, made
 from readme import ROOT
 
 from fl_lightning import Federation
-from fl_lightning.callbacks.calibration.mask_calibration import MASKS
+from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, conflicts
 from fl_lightning.data import LabelFlip
 from fl_lightning.federation.checks.fit import (
     BY_HAND,
+    HIDDEN,
     NETWORK,
     RATES_BY_STEP,
     SEVERAL,
@@ -25,7 +26,8 @@ from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import OWN_MASKS
 from fl_lightning.nas import OneShot, Supernet
 from fl_lightning.nas.alpha_gradients import TRIES_CELLS
-from fl_lightning.nas.one_shot import FROZEN
+from fl_lightning.nas.collapse import READS_EXAMPLES
+from fl_lightning.nas.one_shot import FROZEN, SUMMED
 from fl_lightning.server import ALIE
 
 PAGE = ROOT / "docs" / "together.md"
@@ -42,12 +44,15 @@ OF_THE_RUN = {
     "a model with several optimizers": SEVERAL,
     "a learning-rate schedule by step": RATES_BY_STEP,
     "data.update_weight": UPDATE_WEIGHT,
-    "MaskCalibration": MASKS,
+    "MaskCalibration": MaskCalibration(density=0.1).traits,
     "MaskCalibration with per_client": OWN_MASKS,
     "model Supernet": Supernet.federation_traits,
     "model OneShot": OneShot.federation_traits,
     "model Supernet with best_of": TRIES_CELLS,
     "model OneShot with a frozen teacher": FROZEN,
+    "model OneShot with batch norm": SUMMED,
+    "StopAtCollapse with eigenvalue": READS_EXAMPLES,
+    **HIDDEN,
 }
 # The families whose members are options of a federation.
 FAMILIES = {

@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fl_lightning import Federation
 from fl_lightning.data import Cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.partition import DirichletSizes
@@ -193,6 +201,29 @@ def toy_trainer(*callbacks, max_epochs=3, **options):
 def validating_trainer(*callbacks, **options):
     """Return a Trainer that validates after every round."""
     return toy_trainer(*callbacks, **{"limit_val_batches": 1.0} | options)
+
+
+class Fitted(NamedTuple):
+    """What a fit leaves."""
+
+    module: LightningModule
+    trainer: Trainer
+    federation: Federation
+
+
+def federated(
+    module=ToyModule, *callbacks, ahead=(), data=None, ckpt_path=None, trainer=None, **block
+):
+    """Fit a module, or what makes one after seeding, in a federation of the options of the block.
+
+    Callbacks follow the federation but for those ahead of it.
+    """
+    seed_everything(0, verbose=False)
+    module = module if isinstance(module, nn.Module) else module()
+    federation = Federation(**{"seed": 4, **block})
+    made = toy_trainer(*ahead, federation, *callbacks, **(trainer or {}))
+    made.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt_path)
+    return Fitted(module, made, federation)
 
 
 def weights(module):

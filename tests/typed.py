@@ -30,15 +30,23 @@ def start(words, folder, variables, said):
     return process
 
 
-def said_by(code, *arguments, folder, **variables):
-    """Run lines of Python in a folder, with more variables; return what they said, output and errors."""
+def run(words, folder, **variables):
+    """Run a command in a folder, with more variables; return its exit code, its output and its errors."""
     said = [folder / "out.txt", folder / "err.txt"]
-    file = folder / "typed_in.py"
-    file.write_text(code)
-    process = start(["python", str(file), *arguments], folder, os.environ | variables, said)
+    process = start(words, folder, os.environ | variables, said)
     process.join(300)
     out, err = (path.read_text() for path in said)
-    assert process.exitcode == 0, err
+    for path in said:
+        path.unlink()
+    return process.exitcode, out, err
+
+
+def said_by(code, *arguments, folder, **variables):
+    """Run lines of Python in a folder, with more variables; return what they said, output and errors."""
+    file = folder / "typed_in.py"
+    file.write_text(code)
+    exitcode, out, err = run(["python", str(file), *arguments], folder, **variables)
+    assert exitcode == 0, err
     return out, err
 
 

@@ -67,32 +67,35 @@ def test_federation_and_bare_loop_agree(name, monkeypatch):
     assert turns.engine.startswith("sequential") or "slots" in turns.engine
 
 
-@pytest.mark.parametrize(("num_rounds", "words"), [(1000, "compiled"), (10, "not compiled")])
-def test_a_row_says_whether_slots_are_compiled(num_rounds, words, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "scale", "length", "engine"),
+    [
+        # 40 clients of a step and more
+        pytest.param("U-logreg", 0.3, 1000, "12 slots, compiled", marks=pytest.mark.slow),
+        ("T-mlp", 0.1, 10, "2 slots, not compiled"),  # embeddings
+        ("T-transformer", 0.1, 10, "2 slots, not compiled"),  # attention
+    ],
+)
+def test_slots_agree_with_the_loop_and_a_row_says_whether_they_are_compiled(
+    name, scale, length, engine, monkeypatch
+):
     only(monkeypatch, PLAIN)
     monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 1)
-    options = Options(rounds=1, scale=0.3, engine="slots")
-    turns = turns_of("U-logreg", options, num_rounds)  # 40 clients of a step and more
-    assert turns.engine == f"12 slots, {words}"
+    turns = turns_of(name, Options(rounds=1, scale=scale, engine="slots"), length)
+    assert turns.engine == engine
+    # six layers of attention round more often
+    assert 0 < turns.difference <= (5e-5 if name == "T-transformer" else 1e-5)
 
 
-@pytest.mark.parametrize(("name", "most"), [("T-mlp", 1e-5), ("T-transformer", 5e-5)])
-def test_slots_agree_with_the_loop_on_embeddings_and_attention(name, most, monkeypatch):
-    only(monkeypatch, PLAIN)
-    monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 1)
-    turns = turns_of(name, Options(rounds=1, scale=0.1, engine="slots"), length=10)
-    assert turns.engine == "2 slots, not compiled"
-    assert 0 < turns.difference <= most  # six layers of attention round more often
-
-
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 20), (0.1, 10), (3.0, 1)])
-def test_a_turn_has_several_rounds_where_they_are_short(seconds, rounds):
+def test_a_turn_has_several_rounds_where_they_are_short():
     class Loop(BareLoop):
         def train_round(self, plan):
-            return seconds
+            return self.seconds
 
     work = WORKLOADS["W3"].scaled(0.01)
-    assert rounds_of_a_turn(Loop(work, work.data())) == rounds
+    loop = Loop(work, work.data())
+    for loop.seconds, rounds in ((0.001, 20), (0.1, 10), (3.0, 1)):
+        assert rounds_of_a_turn(loop) == rounds
 
 
 def test_a_federation_in_another_precision_takes_turns_with_loops_in_it(monkeypatch):
@@ -101,14 +104,6 @@ def test_a_federation_in_another_precision_takes_turns_with_loops_in_it(monkeypa
     turns = turns_of("W3", Options(rounds=1, scale=0.01, precision="bf16-mixed"))
     assert len(turns.ours) == len(turns.plain) == len(turns.best) == 2
     assert 0 < turns.difference < 0.05
-
-
-def test_a_shorter_run_is_as_sequential_as_a_longer_one(monkeypatch):
-    only(monkeypatch, PLAIN)
-    monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 1)
-    runs = measure("W3", replace(TINY, engine="sequential"), [100, 2000])["runs"]
-    assert runs[2000]["engine"] == "sequential"
-    assert runs[100] == runs[2000]
 
 
 def test_variants_that_differ_or_fail_are_left_out(monkeypatch):
@@ -160,16 +155,25 @@ def test_networks_have_the_size_of_their_sources(name):
     assert parameters_to_vector(WORKLOADS[name].network().parameters()).numel() == SIZES[name]
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_shards_lie_inside_the_data(name):
-    work = WORKLOADS[name]
-    ends = work.starts + work.sizes
-    assert len(ends) == work.num_clients
-    assert (work.sizes.min(), work.sizes.max()) == work.examples
-    if work.pool is None:
-        assert (work.starts[1:] == ends[:-1]).all()
-    else:
-        assert ends.max() <= work.pool
+def test_shards_lie_inside_the_data():
+    for work in WORKLOADS.values():
+        ends = work.starts + work.sizes
+        assert len(ends) == work.num_clients
+        assert (work.sizes.min(), work.sizes.max()) == work.examples
+        if work.pool is None:
+            assert (work.starts[1:] == ends[:-1]).all()
+        else:
+            assert ends.max() <= work.pool
+
+
+def assert_loops_agree(work, variant, plan, most=1e-6):
+    """A round of a variant of the bare loop ends as that of the plain one."""
+    data = work.data()
+    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS[variant])
+    for loop in (plain, other):
+        loop.train_round(plan)
+    for one, another in zip(plain.start, other.start, strict=True):
+        torch.testing.assert_close(one, another, rtol=0, atol=most)
 
 
 @pytest.mark.parametrize(
@@ -182,47 +186,32 @@ def test_shards_lie_inside_the_data(name):
 def test_variants_of_the_bare_loop_agree(variant):
     work = WORKLOADS["U-lenet5"].scaled(0.1)
     torch.manual_seed(0)  # of the orders: in some, two maxima are equal but for rounding
-    data, plan = work.data(), own_plan(work, 0)
     if not applies(VARIANTS[variant], work):
         pytest.skip("its clients take several steps: see the test of one gradient")
-    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS[variant])
-    for loop in (plain, other):
-        loop.train_round(plan)
-    ends = [parameters_to_vector([p.contiguous() for p in loop.start]) for loop in (plain, other)]
-    assert (ends[0] - ends[1]).abs().max() < 1e-6
+    assert_loops_agree(work, variant, own_plan(work, 0))
 
 
-def test_a_compiled_loop_takes_last_batches_of_any_size():
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_loop_takes_last_batches_of_any_size(compiles, monkeypatch):
+    if not compiles:
+        monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     work = WORKLOADS["U-logreg"]
-    data, plan = work.data(), own_plan(work, 0)
+    plan = own_plan(work, 0)
     assert len({len(visit.batches[-1]) for visit in plan}) > 8  # as many graphs as torch allows
-    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS["compiled"])
-    for loop in (plain, other):
-        loop.train_round(plan)
-    for one, another in zip(plain.start, other.start, strict=True):
-        torch.testing.assert_close(one, another, rtol=0, atol=1e-6)
+    assert_loops_agree(work, "compiled", plan)
 
 
 def test_a_batched_loop_takes_smaller_batches_between(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     work = replace(WORKLOADS["U-logreg"].scaled(0.1), local_steps=8)
-    data, plan = work.data(), own_plan(work, 0)
+    plan = own_plan(work, 0)
     assert any(len(batch) < work.batch_size for visit in plan for batch in visit.batches[:-1])
-    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS["batched"])
-    for loop in (plain, other):
-        loop.train_round(plan)
-    for one, another in zip(plain.start, other.start, strict=True):
-        torch.testing.assert_close(one, another, rtol=0, atol=1e-6)
+    assert_loops_agree(work, "batched", plan)
 
 
 def test_one_gradient_is_the_mean_of_single_steps():
     work = replace(WORKLOADS["W3"].scaled(0.02), weight_decay=0.1)
-    data, plan = work.data(), own_plan(work, 0)
-    plain, other = BareLoop(work, data), loop_for(work, data, VARIANTS["one gradient"])
-    for loop in (plain, other):
-        loop.train_round(plan)
-    for one, another in zip(plain.start, other.start, strict=True):
-        torch.testing.assert_close(one, another, rtol=0, atol=1e-6)
+    assert_loops_agree(work, "one gradient", own_plan(work, 0))
 
 
 @pytest.mark.parametrize("column", ["bare", "ours"])
@@ -334,18 +323,15 @@ def test_results_are_merged_and_the_page_is_written(monkeypatch, tmp_path):
     assert sorted(lengths) == ["100", "100", "2000", "2000"]
 
 
-def test_unknown_names_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["benchmarks", "--workloads", "W9"])
-    with pytest.raises(SystemExit):
-        command.main()
-    assert "there are W3" in capsys.readouterr().err
-
-
-def test_a_command_that_fails_says_why():
+def test_a_command_that_fails_says_why(monkeypatch, capsys):
     with pytest.raises(MeasurementError, match="no such file"):
         run(["python", "-c", "raise SystemExit('no such file')"])
     with pytest.raises(MeasurementError, match="nonsense"):
         run(["a-nonsense-command"])
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--workloads", "W9"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "there are W3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("in_one_process", [True, False])

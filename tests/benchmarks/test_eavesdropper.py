@@ -22,32 +22,23 @@ def read_all(alone, name):
     return list(zip(*reads, strict=True))
 
 
-@pytest.mark.parametrize("name", ["unprotected", "CentralDP"])
-def test_a_plain_message_is_the_image(alone, name):
-    divided, direction, labels = read_all(alone, name)
-    assert min(each.correlation for each in (*divided, *direction)) > 0.99
-    assert min(each.decibels for each in divided) > 60
-    assert all(labels)
-
-
-def test_low_rank_is_no_protection(alone):
-    """The gradient of one example is of rank one."""
-    _, direction, labels = read_all(alone, "rank 2 in 8 bits")
+def test_a_plain_message_is_the_image_and_low_rank_is_no_protection(alone):
+    for name in ("unprotected", "CentralDP"):
+        divided, direction, labels = read_all(alone, name)
+        assert min(each.correlation for each in (*divided, *direction)) > 0.99
+        assert min(each.decibels for each in divided) > 60
+        assert all(labels)
+    _, direction, labels = read_all(alone, "rank 2 in 8 bits")  # of one example it is of rank one
     assert min(each.correlation for each in direction) > 0.7
     assert all(labels)
 
 
-def test_a_masked_message_tells_nothing(alone):
-    divided, direction, labels = read_all(alone, "secure sum, a message")
-    for attacked in (divided, direction):  # of 20 images with 62 free pixels: 0.028 standard error
-        assert abs(mean(each.correlation for each in attacked)) < 0.15
-    assert sum(labels) < CLIENTS / 2
-
-
-def test_noise_that_is_accounted_for_hides_the_image(alone):
-    divided, direction, _ = read_all(alone, "LocalDP, ε = 10")
-    for attacked in (divided, direction):
-        assert abs(mean(each.correlation for each in attacked)) < 0.15
+def test_a_masked_message_or_one_with_noise_tells_nothing(alone):
+    for name in ("secure sum, a message", "LocalDP, ε = 10"):
+        divided, direction, labels = read_all(alone, name)
+        for attacked in (divided, direction):  # of 20 images with 62 free pixels: 0.028 std error
+            assert abs(mean(each.correlation for each in attacked)) < 0.15
+        assert sum(labels) < CLIENTS / 2 or name.startswith("LocalDP")
 
 
 def test_images_of_several_examples_are_found_by_a_search():

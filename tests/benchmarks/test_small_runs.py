@@ -36,14 +36,10 @@ def test_every_payload_and_every_transform_has_its_row(monkeypatch, capsys):
         first, *rows = table.splitlines()
         assert first == header
         assert [row[2:46].strip() for row in rows] == [name for name, _ in expected]
-
-
-def test_times_are_taken_in_turn():
     calls = []
     ours, theirs = codec.in_turn(lambda: calls.append(1), lambda: calls.append(2), repetitions=3)
     assert calls == [1, 2] * 4
     assert len(ours) == len(theirs) == 3
-    assert min(ours + theirs) >= 0
 
 
 def test_a_failure_is_a_line_of_its_own(monkeypatch, tmp_path, capsys):
@@ -91,14 +87,11 @@ CELL = "|none~0|+|nor_conv_3x3~0|none~1|+|nor_conv_3x3~0|skip_connect~1|nor_conv
 NOTHING = "|none~0|+|none~0|none~1|+|none~0|none~1|none~2|"
 
 
-def test_a_cell_learns_and_an_empty_one_does_not():
-    assert retrained(CELL, 0, epochs=2, channels=4) > 0.5
+def test_a_cell_learns_by_its_seed_and_an_empty_one_does_not():
+    first, again, other = (retrained(CELL, seed, epochs=2, channels=4) for seed in (0, 0, 1))
+    assert min(first, other) > 0.5
+    assert first == again != other
     assert retrained(NOTHING, 0, epochs=1, channels=4) < 0.2
-
-
-def test_training_is_a_function_of_the_seed():
-    first, second, other = (retrained(CELL, seed, epochs=1, channels=4) for seed in (0, 0, 1))
-    assert first == second != other
 
 
 @pytest.mark.slow

@@ -85,9 +85,8 @@ def by_hand(module, data):
 BACKDOOR = Attackers(fraction=0.34, poison=TRIGGER, forge=Scaling(3.0))
 
 
-@pytest.mark.parametrize("transforms", [None, [Normalize([0.4], [0.5])]])
-def test_it_is_the_fraction_counted_one_by_one(transforms):
-    module, trainer, data = fit(attackers=BACKDOOR, transforms=transforms)
+def test_it_is_the_fraction_counted_one_by_one():
+    module, trainer, data = fit(attackers=BACKDOOR, transforms=[Normalize([0.4], [0.5])])
     success, without = by_hand(module, data)
     assert float(trainer.callback_metrics["val/backdoor_success"]) == pytest.approx(success)
     assert min(success - 0.9, 0.3 - without) > 0  # the attackers learnt what is tested
@@ -101,13 +100,10 @@ def test_two_processes_count_the_same_images():
         assert float(together[name]) == pytest.approx(float(alone[name]), abs=0.01)
 
 
-def test_images_of_the_target_alone_give_no_number():
-    count = BackdoorSuccess(TRIGGER).count
-    assert count(Linear(), (torch.zeros(3, 1, 4, 4), torch.full((3,), 2))).tolist() == [0, 0]
-
-
 def test_refuses_what_it_cannot_count():
     success, images = BackdoorSuccess(TRIGGER), torch.zeros(3, 1, 4, 4)
+    of_the_target_alone = images, torch.full((3,), 2)
+    assert success.count(Linear(), of_the_target_alone).tolist() == [0, 0]
     with pytest.raises(ConfigurationError, match="batches of images and labels, got Tensor"):
         success.count(Linear(), images)
     with pytest.raises(ConfigurationError, match=r"from Flatten.forward\(images\)"):

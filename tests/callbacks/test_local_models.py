@@ -84,9 +84,14 @@ def test_looking_changes_nothing(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
 def test_every_nth_round_in_one_table_that_the_report_draws(tmp_path):
-    _, _, path = fit(tmp_path, rounds=4, every=2, callbacks=[RunReport()])
+    path = tmp_path / "toy" / "version_0" / "local_models.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text("round,client,test/loss\n2,global,7.0\n9,global,7.0\n")
+    fit(tmp_path, rounds=4, every=2, callbacks=[RunReport()])
     assert {number for number, _ in losses(path)} == {2, 4}
+    assert 7.0 not in losses(path).values()  # of a run before
     assert (path.parent / "figures" / "local_models_and_the_global_one-test_loss.svg").exists()
     with (path.parent / "metrics.csv").open() as file:
         logged = [row for row in csv.DictReader(file) if row.get("local/test/loss_mean")]
@@ -95,29 +100,16 @@ def test_every_nth_round_in_one_table_that_the_report_draws(tmp_path):
     assert float(logged[-1]["global/test/loss"]) == pytest.approx(losses(path)[4, "global"])
 
 
-@pytest.mark.filterwarnings("ignore:Experiment logs directory")
-def test_rows_of_rounds_that_are_trained_again_are_dropped(tmp_path):
-    path = tmp_path / "toy" / "version_0" / "local_models.csv"
-    path.parent.mkdir(parents=True)
-    path.write_text("round,client,test/loss\n1,global,7.0\n9,global,7.0\n")
-    fit(tmp_path, rounds=1)
-    assert 7.0 not in losses(path).values()
-
-
 def test_personal_layers_are_part_of_a_local_model(tmp_path):
     _, _, path = fit(tmp_path, clients=1, rounds=1, personal=Personal(["net.4.*"]))
     found = losses(path)
     assert found[1, "0"] != pytest.approx(found[1, "global"], abs=1e-6)
 
 
-def test_what_cannot_be_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="add a Federation"):
-        validating_trainer(ClientEvaluation(local_models=True)).fit(
-            ToyModule(), datamodule=toy_data()
-        )
-
-
 def test_privacy_names_them_as_what_no_noise_covers(tmp_path):
     private = CentralDP(clip_norm=1.0, noise_multiplier=1.0)
     with pytest.warns(UserWarning, match="not: .*local models on the common test set"):
         fit(tmp_path, rounds=1, privacy=private, batch_norm=False)
+    central = validating_trainer(ClientEvaluation(local_models=True))
+    with pytest.raises(ConfigurationError, match="add a Federation"):
+        central.fit(ToyModule(), datamodule=toy_data())

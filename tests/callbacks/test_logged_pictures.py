@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from toys import ToyModule, toy_data, validating_trainer
 
 from fl_lightning import CentralDP, ClientEvaluation, Federation, PoissonCohort, RunReport
@@ -46,22 +47,25 @@ def figure():
     return drawn
 
 
-def log(logger, folder):
-    trainer = validating_trainer(logger=logger, default_root_dir=folder)
+def log(logger, folder, trainer=None):
+    trainer = trainer or validating_trainer(logger=logger, default_root_dir=folder)
     log_figure(trainer, "clients/a picture", figure, step=3)
     log_histogram(trainer, "clients/loss", torch.tensor([1.0, 2.0, float("nan"), 2.5]), step=3)
+
+
+def fitted_with_curves(logger, folder):
+    """A fit that logs curves of clients, then a picture and a histogram."""
+    trainer = validating_trainer(
+        Federation(local_steps=1),
+        ClientEvaluation(every_n_rounds=1, client_curves=True),
+        RunReport(page=False, client_curves=True),
+        logger=logger,
+        default_root_dir=folder,
+        max_epochs=2,
+    )
+    trainer.fit(ToyModule(), datamodule=toy_data(num_clients=2, client_val_fraction=0.3))
+    log(logger, folder, trainer)
     return trainer
-
-
-def test_tensorboard_has_both(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path, "run")
-    log(logger, tmp_path)
-    logger.experiment.close()
-    events = EventAccumulator(logger.log_dir).Reload()
-    assert [event.step for event in events.Images("· clients/a picture")] == [3]
-    assert events.Histograms("· clients/loss")[0].histogram_value.num == 2 + 1
 
 
 def test_any_logger_with_log_image_has_the_picture(tmp_path):
@@ -73,15 +77,30 @@ def test_any_logger_with_log_image_has_the_picture(tmp_path):
     assert [*album.images] == [("clients/a picture", 3)]
 
 
-def test_without_such_a_logger_it_is_a_file(tmp_path):
+def test_without_such_a_logger_it_is_a_file_and_without_any_nothing_is_drawn(tmp_path):
     logger = CSVLogger(tmp_path, "run", version=0)
     log(logger, tmp_path)
     pixels = matplotlib.image.imread(Path(logger.log_dir, "figures", "clients_a_picture.png"))
     assert pixels.std() > 0
-
-
-def test_without_a_logger_nothing_is_drawn(tmp_path):
     log_figure(validating_trainer(logger=False), "never", pytest.fail, step=0)
+
+
+def test_tensorboard_has_pictures_histograms_and_curves_of_clients(tmp_path):
+    logger = TensorBoardLogger(tmp_path, "run")
+    trainer = fitted_with_curves(logger, tmp_path)
+    logger.experiment.close()
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert [event.step for event in events.Images("· clients/a picture")] == [3]
+    assert events.Histograms("· clients/loss")[0].histogram_value.num == 2 + 1
+    for client in (0, 1):
+        for name in ("train/loss", "val/loss"):
+            curve = events.Scalars(f"· client/{client}/{name}")
+            assert [event.step for event in curve] == [0, 1]
+    (last,) = History.read(Path(logger.log_dir)).rounds[-1:]
+    assert events.Scalars("· client/1/train/loss")[-1].value == pytest.approx(
+        last.clients["train/loss"][1]
+    )
+    assert not [name for name in trainer.callback_metrics if name.startswith("client/")]
 
 
 def recorded(folder, *names, seconds=60.0):
@@ -98,16 +117,17 @@ def recorded(folder, *names, seconds=60.0):
 
 
 @pytest.mark.filterwarnings("ignore")  # of W&B itself
-def test_wandb_offline_has_both(tmp_path, monkeypatch):
+def test_wandb_offline_has_pictures_histograms_and_curves_of_clients(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = WandbLogger(save_dir=tmp_path, offline=True, name="run")
-    log(logger, tmp_path)
+    fitted_with_curves(logger, tmp_path)
     logger.experiment.finish()
+    for name in (b"clients/loss", b"client/0/train/loss", b"client/1/val/loss"):
+        recorded(tmp_path, name)
     (picture,) = tmp_path.rglob("media/images/clients/*.png")
     assert matplotlib.image.imread(picture).std() > 0
-    recorded(tmp_path, b"clients/loss")
 
 
 @pytest.mark.filterwarnings("ignore")  # of W&B itself
@@ -123,50 +143,8 @@ def test_wandb_offline_has_the_rounds_of_several_processes(tmp_path, monkeypatch
     assert fit.name == test.name == f"run-{logger.version}.wandb"
 
 
-def fitted_with_curves(logger, folder, **options):
-    trainer = validating_trainer(
-        Federation(local_steps=1, **options),
-        ClientEvaluation(every_n_rounds=1, client_curves=True),
-        RunReport(page=False, client_curves=True),
-        logger=logger,
-        default_root_dir=folder,
-        max_epochs=2,
-    )
-    trainer.fit(ToyModule(), datamodule=toy_data(num_clients=2, client_val_fraction=0.3))
-    return trainer
-
-
-def test_clients_have_curves_of_their_own_on_tensorboard(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path, "run")
-    trainer = fitted_with_curves(logger, tmp_path)
-    logger.experiment.close()
-    events = EventAccumulator(logger.log_dir).Reload()
-    for client in (0, 1):
-        for name in ("train/loss", "val/loss"):
-            curve = events.Scalars(f"· client/{client}/{name}")
-            assert [event.step for event in curve] == [0, 1]
-    (last,) = History.read(Path(logger.log_dir)).rounds[-1:]
-    assert events.Scalars("· client/1/train/loss")[-1].value == pytest.approx(
-        last.clients["train/loss"][1]
-    )
-    assert not [name for name in trainer.callback_metrics if name.startswith("client/")]
-
-
-@pytest.mark.filterwarnings("ignore")  # of W&B itself
-def test_clients_have_curves_of_their_own_in_wandb(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = WandbLogger(save_dir=tmp_path, offline=True)
-    fitted_with_curves(logger, tmp_path)
-    logger.experiment.finish()
-    for name in (b"client/0/train/loss", b"client/1/val/loss"):
-        recorded(tmp_path, name)
-
-
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself
-def test_clients_have_curves_of_their_own_in_mlflow(tmp_path):
+def test_mlflow_has_pictures_and_curves_of_clients(tmp_path):
     pytest.importorskip("mlflow")
     logger = MLFlowLogger(
         "toy", tracking_uri=f"sqlite:///{tmp_path}/m.db", artifact_location=str(tmp_path / "a")
@@ -174,6 +152,8 @@ def test_clients_have_curves_of_their_own_in_mlflow(tmp_path):
     fitted_with_curves(logger, tmp_path)
     curve = logger.experiment.get_metric_history(logger.run_id, "client/1/train/loss")
     assert [point.step for point in curve] == [0, 1]
+    (picture,) = tmp_path.rglob("figures/*.png")
+    assert picture.name == "clients_a_picture_3.png"
 
 
 def test_privacy_leaves_out_curves_of_clients_and_says_so(tmp_path):
@@ -190,17 +170,6 @@ def test_privacy_leaves_out_curves_of_clients_and_says_so(tmp_path):
     assert "client/" not in Path(logger.log_dir, "metrics.csv").read_text()
     shown = pandas.read_csv(Path(logger.log_dir, "metrics.csv")).drop(columns=["epoch", "step"])
     assert not shown.isna().all(axis=1).any()
-
-
-@pytest.mark.filterwarnings("ignore")  # of MLflow itself
-def test_mlflow_files_have_the_picture(tmp_path):
-    pytest.importorskip("mlflow")
-    logger = MLFlowLogger(
-        "toy", tracking_uri=f"sqlite:///{tmp_path}/m.db", artifact_location=str(tmp_path / "a")
-    )
-    log(logger, tmp_path)
-    (picture,) = tmp_path.rglob("figures/*.png")
-    assert picture.name == "clients_a_picture_3.png"
 
 
 def test_what_is_logged_once_is_written_beside_and_put_in_place(tmp_path):

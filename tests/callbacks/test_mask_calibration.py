@@ -105,23 +105,16 @@ def pooled(data=None):
     return [data.evaluation_batch(part) for part in indices.split(16)]
 
 
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        ({}, "the mask found from clients' scores"),
-        ({"mask_file": "mask.safetensors", "density": None}, ""),
-        (
-            {"mask_file": "mask.safetensors", "density": None, "head": RidgeHead()},
-            "the head fitted to clients' examples",
-        ),
-        (
-            {"head": LinearHead()},
-            "the mask found from clients' scores and the head fitted to clients' examples",
-        ),
-    ],
-)
-def test_what_no_privacy_of_rounds_covers_is_named(options, shown):
-    assert calibration(**options).unprotected == shown
+def test_what_no_privacy_of_rounds_covers_is_named():
+    scores, head = "the mask found from clients' scores", "the head fitted to clients' examples"
+    given = {"mask_file": "mask.safetensors", "density": None}
+    for options, shown in (
+        ({}, scores),
+        (given, ""),
+        ({**given, "head": RidgeHead()}, head),
+        ({"head": LinearHead()}, f"{scores} and {head}"),
+    ):
+        assert calibration(**options).unprotected == shown
 
 
 def exact(**options):
@@ -152,12 +145,11 @@ class TestWhereScoresComeFrom:
         fit(unwrapped, data=ToyData(), federated=False, max_epochs=1)
         assert in_a_federation.mask == alone.mask == unwrapped.mask
 
-    @pytest.mark.parametrize("limit", [None, 20])
-    def test_the_number_of_processes_does_not_matter(self, limit, tmp_path):
+    def test_the_number_of_processes_does_not_matter(self, tmp_path):
         heads = []
         for devices in (1, 2):
             module, _, _ = fit(
-                *(calibration(max_examples=limit, head=RidgeHead()), None, AllHaveTheSameMask()),
+                *(calibration(max_examples=20, head=RidgeHead()), None, AllHaveTheSameMask()),
                 devices=devices,
                 logger=CSVLogger(tmp_path, name=str(devices)),
                 max_epochs=1,
@@ -181,18 +173,14 @@ class TestWhereScoresComeFrom:
         assert mask() != mask(seed=8)
         assert mask(rule=RandomEntries()) != mask(rule=RandomEntries(), seed=8)
 
-    def test_the_default_cohort_is_drawn_by_the_federations_sampler(self):
-        seen = Seen()
-        fit(calibration(cohort=None, rounds=2, sensitivity=seen), max_epochs=1)
-        data = toy_data()
-        data.setup("fit")
-        assert len(seen.sizes) == 2 * 3  # rounds, clients of a cohort
-        assert set(seen.sizes) <= set(data.clients.num_examples.tolist())
-
     def test_max_examples_are_shared_out(self):
         seen = Seen()
         fit(calibration(max_examples=30, rounds=1, sensitivity=seen), max_epochs=1)
         sizes = np.array([n for n in toy_data().clients.num_examples if n])
+        cohorts = Seen()  # by default those of the federation
+        fit(calibration(cohort=None, rounds=2, sensitivity=cohorts), max_epochs=1)
+        assert len(cohorts.sizes) == 2 * 3  # rounds, clients of a cohort
+        assert set(cohorts.sizes) <= set(examples_of_clients().tolist())
         assert sum(seen.sizes) == 30
         np.testing.assert_allclose(seen.sizes, 30 * sizes / sizes.sum(), atol=1)
 
@@ -210,8 +198,10 @@ class TestWhereScoresComeFrom:
 
 
 class TestMaskApplier:
-    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-    @pytest.mark.parametrize("optimizer", [None, lambda p: SparseAdamW(p, lr=0.1)])
+    @pytest.mark.parametrize(
+        ("precision", "optimizer"),
+        [("32-true", None), ("bf16-mixed", lambda p: SparseAdamW(p, lr=0.1))],
+    )
     def test_nothing_but_the_masks_entries_and_the_head(self, precision, optimizer):
         sparse = calibration()
         normed = precision == "32-true"
@@ -229,10 +219,12 @@ class TestMaskApplier:
         assert all(p.requires_grad for p in module.parameters())  # given back
 
     def test_a_frozen_head_and_what_is_outside_the_mask_stay(self):
-        sparse = calibration(exclude=["net.0.bias"], head="freeze", density=1.0)
-        module, before, _ = fit(sparse)
-        moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
-        assert moved == {"net.0.weight"}
+        module, sparse = network(), calibration(exclude=["net.0.bias"], head="freeze", density=1.0)
+        for _ in range(2):  # a module that is fitted again begins as before
+            _, before, _ = fit(sparse, module, max_epochs=1)
+            moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
+            assert moved == {"net.0.weight"}
+            assert (list(sparse.mask), sparse.version) == (["net.0.weight"], 0)
 
     @pytest.mark.parametrize("federated", [True, False])
     def test_all_ones_is_the_plain_run(self, federated):
@@ -246,14 +238,6 @@ class TestMaskApplier:
 
         everything = calibration(density=1.0, include=["*"], head="train", head_name=None)
         assert torch.equal(run(everything, SparseSGDM), run(None, torch.optim.SGD))
-
-    def test_a_module_that_is_fitted_again_starts_as_before(self):
-        module, sparse = network(), calibration()
-        fit(sparse, module, max_epochs=1)
-        first = list(sparse.mask)
-        fit(sparse, module, max_epochs=1)
-        assert list(sparse.mask) == first
-        assert sparse.version == 0
 
 
 class TestHead:
@@ -285,8 +269,10 @@ class TestCheckpoints:
         options = {"max_epochs": 4}
         sparse = calibration(every_n_rounds=every, head=RidgeHead())
         whole, _, _ = fit(sparse, None, SaveEverywhere(tmp_path), **options)
-        saved = sorted(tmp_path.glob("[12]-*.ckpt"))
-        assert len(saved) >= 4
+        moments = (
+            ("1-end", "2-trained") if every is None else ("1-end", "2-trained", "2-validation")
+        )
+        saved = [tmp_path / f"{moment}.ckpt" for moment in moments]
         for path in saved:
             torch.load(path, weights_only=True)
             never = Seen() if every is None else None
@@ -336,15 +322,15 @@ class TestCheckpoints:
 
 
 class TestMasksOfClients:
-    def run(self, watch, **options):
+    def run(self, watch, *callbacks, **options):
         sparse = calibration(per_client=True, sensitivity=ExactFisher(), rounds=2)
         watch.sparse = sparse
         # the federation asks for the masks; here the callback that comes after it does
-        return sparse, fit(sparse, None, watch, **options)[0]
+        return sparse, fit(sparse, None, watch, *callbacks, **options)[0]
 
-    def test_each_is_found_on_the_clients_own_examples_and_kept(self):
+    def test_each_is_found_on_the_clients_own_examples_and_kept(self, tmp_path):
         watch = AsksForMasks()
-        sparse, _ = self.run(watch, max_epochs=2)
+        sparse, _ = self.run(watch, SaveEverywhere(tmp_path), max_epochs=2)
         assert sparse.mask.density == 1  # what the clients' masks lie in
         data = toy_data()
         for client in (0, 3):
@@ -353,14 +339,10 @@ class TestMasksOfClients:
             assert watch.found[0][client] == calibrate(network(), own, **options)
         assert watch.found[0] == watch.found[1]  # though the model has moved
         assert len(set(watch.found[0].values())) > 1
-
-    def test_they_are_in_the_checkpoint(self, tmp_path):
-        watch, again = AsksForMasks(), AsksForMasks()
-        self.run(watch, max_epochs=1)
-        watch.trainer.save_checkpoint(tmp_path / "one.ckpt")
-        torch.load(tmp_path / "one.ckpt", weights_only=True)
-        self.run(again, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
-        assert again.found == watch.found
+        torch.load(tmp_path / "0-end.ckpt", weights_only=True)
+        again = AsksForMasks()
+        self.run(again, max_epochs=2, ckpt_path=tmp_path / "0-end.ckpt")
+        assert again.found == watch.found[1:]
 
     def test_processes_tell_each_other(self, tmp_path):
         hashes = []
@@ -447,13 +429,13 @@ class TestReport:
             sent = next(csv.DictReader(file)).get("calibration/total_bytes_up")
         assert (sent and float(sent)) == (None if times is None else times * 4 * 40)
 
-    @pytest.mark.parametrize("options", [{}, {"every_n_rounds": 1}, {"per_client": True}])
+    @pytest.mark.parametrize("options", [{"every_n_rounds": 1}, {"per_client": True}])
     def test_the_report_has_all_bytes(self, options, tmp_path):
         logger = CSVLogger(tmp_path)
         run = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2, "num_sanity_val_steps": 2}
         sparse = calibration(head=RidgeHead(), **options)
         data = toy_data(client_val_fraction=0.3)
-        fit(sparse, None, RunReport(), data=data, **run)
+        fit(sparse, None, RunReport(page="per_client" not in options), data=data, **run)
         with open(logger.experiment.metrics_file_path) as file:
             rows = [
                 {
@@ -469,6 +451,8 @@ class TestReport:
         folder = Path(logger.log_dir)
         found = History.read(folder).bytes_by_purpose("up", logged_once(folder))
         assert {p: sum(curve.values()) for p, curve in found.items()} == counted
+        if "per_client" in options:
+            return
         total = f"{sum(counted.values()) / 1000:.4g} kB"
         tile = f"<span>bytes from clients</span><b>{total}</b>"
         assert tile in (folder / "report.html").read_text()
@@ -496,58 +480,51 @@ class Forward(Refused):
         return self.layer(x)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"density": None}, "give density"),
-        ({"sparsity": 0.5}, "contradict"),
-        ({"per_client": True, "every_n_rounds": 1}, "finds its mask once"),
-        ({"head": "fit"}, "head must be one of 'train', 'freeze' or a HeadFit"),
-        ({"mask_file": "m", "every_n_rounds": 2, "density": None}, "give density"),
-    ],
-)
-def test_options_are_refused_where_they_are_given(options, says):
-    with pytest.raises(ConfigurationError, match=says):
-        calibration(**options)
+OPTIONS = {
+    "give density": {"density": None},
+    "contradict": {"sparsity": 0.5},
+    "finds its mask once": {"per_client": True, "every_n_rounds": 1},
+    "head must be one of 'train', 'freeze' or a HeadFit": {"head": "fit"},
+    "give density, ": {"mask_file": "m", "every_n_rounds": 2, "density": None},
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "module", "says"),
-    [
-        ({}, Refused(), "Refused has no forward"),
-        ({"head_name": "body"}, Forward(), "has no module 'body'.*layer"),
-        ({"head_name": None}, Forward(), "set head_name to one of layer"),
-        ({"head_name": None, "head": "freeze", "include": ["*"]}, Forward(), "set head_name to"),
-        ({"include": ["*"], "head_name": "layer", "head": "freeze"}, Forward(), "only the head"),
-        (
-            {},
-            network(optimizer=lambda p: torch.optim.Adam(p)),
-            "class_path: fl_lightning.sparsity.SparseAdamW",
-        ),
-        (
-            {},
-            network(optimizer=lambda p: SparseSGDM([*p][-2:], lr=0.1)),
-            r"net\.0\.weight, net\.0\.bias, which the optimizer does not train",
-        ),
-        (
-            {"head_name": "net", "include": ["*"], "head": RidgeHead()},
-            network(),
-            "head alone|Linear",
-        ),
-        ({"mask_file": "nowhere"}, network(), "no file 'nowhere'"),
-    ],
-)
-def test_runs_are_refused_with_the_way_out(options, module, says):
+def test_options_are_refused_where_they_are_given():
+    for says, options in OPTIONS.items():
+        with pytest.raises(ConfigurationError, match=says):
+            calibration(**options)
+
+
+def last_layer_alone(parameters):
+    return SparseSGDM([*parameters][-2:], lr=0.1)
+
+
+RUNS = {
+    "Refused has no forward": ({}, Refused()),
+    "has no module 'body'.*layer": ({"head_name": "body"}, Forward()),
+    "set head_name to one of layer": ({"head_name": None}, Forward()),
+    "set head_name to": ({"head_name": None, "head": "freeze", "include": ["*"]}, Forward()),
+    "only the head": ({"include": ["*"], "head_name": "layer", "head": "freeze"}, Forward()),
+    "class_path: fl_lightning.sparsity.SparseAdamW": ({}, network(optimizer=torch.optim.Adam)),
+    r"net\.0\.weight, net\.0\.bias, which the optimizer does not train": (
+        {},
+        network(optimizer=last_layer_alone),
+    ),
+    "head alone|Linear": ({"head_name": "net", "include": ["*"], "head": RidgeHead()}, network()),
+    "no file 'nowhere'": ({"mask_file": "nowhere"}, network()),
+}
+
+
+@pytest.mark.parametrize("says", RUNS)
+def test_runs_are_refused_with_the_way_out(says):
+    options, module = RUNS[says]
     with pytest.raises(ConfigurationError, match=says):
         fit(calibration(**options), module)
 
 
-def test_the_order_of_callbacks():
+def test_the_order_of_callbacks_and_processes_without_a_federation():
     with pytest.raises(ConfigurationError, match="must come before Federation"):
         validating_trainer(federation(), calibration()).fit(network(), datamodule=toy_data())
-
-
-def test_several_processes_without_a_federation_are_refused():
     sparse = calibration()
     trainer = validating_trainer(sparse, devices=2, strategy="ddp")  # not started: it would stay
     with pytest.raises(ConfigurationError, match=r"trainer\.devices to 1"):

@@ -63,15 +63,17 @@ def test_it_is_counted_by_hand_and_changes_nothing():
     )
 
 
-def test_the_limits_of_batches_hold_for_the_earlier_task():
+def test_the_limits_of_batches_hold_for_the_earlier_task_and_one_without_examples_is_refused():
     old = Digits(classes=OLD, seed=0, batch_size=7)
     trainer = validating_trainer(Retention(old), limit_val_batches=2)
     module = classifier()
     trainer.validate(module, Digits(classes=NEW, seed=0), verbose=False)
-    first = [*old.val_dataloader()][:2]
     kept = float(trainer.callback_metrics["retention/val/accuracy"])
-    assert kept == pytest.approx(accuracy(module, first))
+    assert kept == pytest.approx(accuracy(module, [*old.val_dataloader()][:2]))
     assert kept != pytest.approx(accuracy(module, old.val_dataloader()))
+    trainer = validating_trainer(Retention(Digits(val_fraction=0.0)), max_epochs=1)
+    with pytest.raises(ConfigurationError, match="one DataLoader for validation, got"):
+        trainer.fit(ToyModule(), datamodule=toy_data())
 
 
 def test_two_processes_say_the_same():
@@ -79,9 +81,3 @@ def test_two_processes_say_the_same():
     alone, together = (fit(Retention(old), devices=n)[1].callback_metrics for n in (1, 2))
     name = "retention/val/accuracy"
     assert float(together[name]) == pytest.approx(float(alone[name]), abs=0.01)
-
-
-def test_an_earlier_task_without_examples_is_refused():
-    trainer = validating_trainer(Retention(Digits(val_fraction=0.0)), max_epochs=1)
-    with pytest.raises(ConfigurationError, match="one DataLoader for validation, got"):
-        trainer.fit(ToyModule(), datamodule=toy_data())

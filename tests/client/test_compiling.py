@@ -46,31 +46,22 @@ def test_a_function_that_cannot_be_one_graph_runs_as_it_is():
     assert torch.equal(run(X), 3 * X)
 
 
-def test_what_the_compilers_backend_says_is_told():
-    run = Compiled(Scaled(3).times)
-    error = RuntimeError("backend='inductor' raised:\nKeyError: 'width'\n\nSet TORCH_LOGS for more")
-    with pytest.warns(UserWarning, match=r"here on: backend='inductor' raised: KeyError: 'width'$"):
-        run.give_up(error)
-
-
-def test_the_compilers_explanation_is_told():
-    run = Compiled(Scaled(3).times)
-    error = RuntimeError(
-        "Reconstruction failure\n  Explanation: Dynamo cannot make x.\n  Hint: none"
-    )
-    with pytest.warns(UserWarning, match=r"Reconstruction failure; Dynamo cannot make x\.$"):
-        run.give_up(error)
-
-
-def test_a_changed_value_is_found_when_asked_for():
-    scaled = Scaled(2)
-    run = Compiled(scaled.times)
-    assert torch.equal(run(X), 2 * X)
-    assert torch.equal(run(X), 2 * X)
-    scaled.factor = 5
-    run.recheck()
-    assert torch.equal(run(X), 5 * X)
-    assert torch.equal(run(X), 5 * X)
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "backend='inductor' raised:\nKeyError: 'width'\n\nSet TORCH_LOGS for more",
+            r"here on: backend='inductor' raised: KeyError: 'width'$",
+        ),
+        (
+            "Reconstruction failure\n  Explanation: Dynamo cannot make x.\n  Hint: none",
+            r"Reconstruction failure; Dynamo cannot make x\.$",
+        ),
+    ],
+)
+def test_the_compilers_explanation_is_told(message, told):
+    with pytest.warns(UserWarning, match=told):
+        Compiled(Scaled(3).times).give_up(RuntimeError(message))
 
 
 def test_what_other_modules_hold_is_checked(monkeypatch):
@@ -81,7 +72,7 @@ def test_what_other_modules_hold_is_checked(monkeypatch):
     assert torch.equal(run(X), 3 * X)
 
 
-def test_code_of_pytorch_and_of_this_library_is_not_checked():
+def test_code_of_pytorch_and_of_this_library_is_not_checked(monkeypatch):
     names = {
         "self.network._modules['0'].training": True,
         "G['FACTOR']": True,
@@ -95,22 +86,13 @@ def test_code_of_pytorch_and_of_this_library_is_not_checked():
         "G['__import_fl_lightning_dot_client_dot_direct_layers'].dense": False,
     }
     entries = [SimpleNamespace(name=name) for name in names]
-    assert compiling._checks(entries) == list(names.values())
-
-
-def test_a_compiler_checks_less(monkeypatch):
-    asked = []
-    usual = compiling._checks
-
-    def noting(entries):
-        asked.extend(usual(entries))
-        return usual(entries)
-
-    monkeypatch.setattr(compiling, "_checks", noting)
-    Compiled(Scaled(2).times)(X)
-    assert True in asked
-    Compiled(lambda x: torch.func.vmap(torch.sin)(x))(X)
-    assert False in asked
+    checks, chosen = compiling._checks, []
+    assert checks(entries) == list(names.values())
+    monkeypatch.setattr(
+        compiling, "_checks", lambda some: chosen.extend(checks(some)) or checks(some)
+    )
+    Compiled(lambda x: torch.func.vmap(torch.sin)(x * FACTOR))(X)
+    assert set(chosen) == {True, False}
 
 
 def test_where_checks_cannot_be_left_out_none_are():
@@ -210,22 +192,15 @@ class TestAFunctionThatIsAlone:
         layer.weight.fill_(5.0)
         torch.testing.assert_close(run(arguments(1)), layer.run(arguments(1)))
 
-    def test_it_looks_at_nothing_until_it_is_to_be_checked(self):
-        scaled = Scaled(2)
-        run = Compiled(scaled.times, is_alone=True)
-        for _ in range(2):
-            run(X)
-        scaled.factor = 5
-        assert torch.equal(run(X), 2 * X)
-        run.recheck()
-        for _ in range(3):
-            assert torch.equal(run(X), 5 * X)
-
-    def test_of_several_graphs_the_right_one_runs(self):
-        layer, run = self.run()
-        for factor in (3.0, 2.0, 3.0):
+    @pytest.mark.parametrize("is_alone", [False, True])
+    def test_of_several_graphs_the_right_one_runs(self, is_alone):
+        """A hook may replace what a step reads, e.g. how examples are mixed."""
+        layer = Layer()
+        run = Compiled(layer.run, is_alone=is_alone)
+        for factor in (1.0, 3.0, 2.0, 3.0):
             layer.weight = torch.full((4,), factor)
-            run.recheck()
+            if is_alone:  # else each call looks for itself
+                run.recheck()
             for seed in range(3):
                 torch.testing.assert_close(run(arguments(seed)), layer.run(arguments(seed)))
 
@@ -248,9 +223,11 @@ class TestAFunctionThatIsAlone:
             for batch in (one, other):
                 torch.testing.assert_close(run(batch), 2 * (batch["x"] - 2 * batch["y"]))
         scaled.factor = 5  # both are seen as they were, until they are to be checked
-        for _ in range(2):
+        for factor in (2, 2, 5, 5):
+            if factor == 5:
+                run.recheck()
             for batch in (one, other):
-                torch.testing.assert_close(run(batch), 2 * (batch["x"] - 2 * batch["y"]))
+                torch.testing.assert_close(run(batch), factor * (batch["x"] - 2 * batch["y"]))
             assert not run.is_given_up
 
     def test_told_to_refuse_it_makes_no_graph_of_another_kind(self):
@@ -270,14 +247,6 @@ class TestAFunctionThatIsAlone:
         run = Compiled(lambda x, array: x * torch.as_tensor(array), is_alone=True)
         for factor in (2.0, 3.0, 5.0):
             assert torch.equal(run(X, np.full(4, factor, np.float32)), factor * X)
-
-    def test_whose_steps_are_not_alone_is_checked_by_kind(self):
-        """A hook may replace what a step reads, e.g. how examples are mixed."""
-        layer = Layer()
-        run = Compiled(layer.run)
-        for factor in range(4):
-            layer.weight = torch.full((4,), float(factor))
-            torch.testing.assert_close(run(arguments(1)), layer.run(arguments(1)))
 
     def test_it_holds_no_calls_tensors(self):
         _, run = self.run()

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from test_direct_kernels import draws
+from test_slot_training import OPTIMIZERS, works
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.work import ClientWork
 from fl_lightning.engines.compiler.compiling import Compiled
 from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.slots.stacked_step import StackedStep
@@ -24,10 +25,6 @@ from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseSGDM
 pytestmark = pytest.mark.skipif(
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
 )
-
-
-def draws(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Dense(nn.Module):
@@ -54,19 +51,6 @@ class Dense(nn.Module):
 
 
 X, Y = draws(200, 40), torch.arange(200) % 3
-OPTIMIZERS = {
-    "sgd": partial(SGD, lr=0.1),
-    "momentum and decay": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.05),
-}
-
-
-def works(sizes):
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for client, size in enumerate(sizes):
-        order = torch.randperm(size, generator=generator) + client
-        made.append(ClientWork(client, size, order, [len(part) for part in order.split(8)]))
-    return made
 
 
 def train(module, make, sizes, num_slots=3, rounds=1, step=None, reads=None, **options):
@@ -82,7 +66,7 @@ def train(module, make, sizes, num_slots=3, rounds=1, step=None, reads=None, **o
     step = step or StackedStep(module, optimizer, True, StackedOptions(num_slots, **options))
     slots = SlotTrainer(step, local.space, local.buffers, read, 8)
     for _ in range(rounds):
-        updates = [u for group in slots.train(local.read(), works(sizes)) for u in group]
+        updates = [u for group in slots.train(local.read(), works(sizes, 8, 1)) for u in group]
     return sorted(updates, key=lambda update: update.client_id), step
 
 
@@ -97,16 +81,15 @@ def assert_alike(found, expected, tolerance=1e-5):
         torch.testing.assert_close(one.metrics["train/loss"], other.metrics["train/loss"])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "sizes",
+    ("optimizer", "sizes", "bias"),
     [
-        pytest.param((5, 30, 16, 9, 24), id="unequal ones, streamed"),
-        pytest.param((20,) * 5, id="all begin together"),
-        pytest.param((8,) * 3 + (7,) * 2, id="one step each"),
+        pytest.param("sgd", (5, 30, 16, 9, 24), True, id="unequal ones, streamed"),
+        pytest.param("momentum", (5, 30, 16, 9, 24), False, id="streamed, no bias"),
+        pytest.param("momentum", (20,) * 5, True, id="all begin together"),
+        pytest.param("sgd", (8,) * 3 + (7,) * 2, False, id="one step each"),
     ],
 )
-@pytest.mark.parametrize("bias", [True, False])
 def test_updates_are_those_of_pytorchs_layers(optimizer, sizes, bias):
     make = OPTIMIZERS[optimizer]
     found, _ = train(Dense(bias=bias), make, sizes, rounds=2, direct=True)
@@ -118,18 +101,11 @@ def test_updates_are_those_of_pytorchs_layers(optimizer, sizes, bias):
     "sizes", [(20,) * 3, *(pytest.param(s, marks=pytest.mark.slow) for s in ((5, 30), (8,) * 3))]
 )
 def test_as_one_compiled_graph(sizes):
-    make = OPTIMIZERS["momentum and decay"]
+    make = OPTIMIZERS["momentum"]
     found, step = train(Dense(), make, sizes, rounds=2, compiled=True, direct=True)
     assert is_compiled(step)
     expected, _ = train(Dense(), make, sizes)
     assert_alike(found, expected)
-
-
-def test_a_client_is_computed_alike_whoever_is_beside_it():
-    make, options = OPTIMIZERS["momentum and decay"], {"direct": True}
-    many, _ = train(Dense(), make, (21, 30, 16, 9, 12), **options)
-    alone, _ = train(Dense(), make, (21,), **options)
-    assert torch.equal(many[0].delta, alone[0].delta)
 
 
 class Decayed(Dense):
@@ -218,31 +194,22 @@ class Late(Decayed):
         return super().penalty() if self.is_late else 0.0
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [Decayed, Tied, Twice, Token, Perturbed, Smooth],
-)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [Decayed, Tied, Twice, Token, Perturbed, Smooth, Halved])
 def test_a_weight_may_have_another_part_in_the_loss(kind, compiled):
+    """And a layer under autocast stays in full precision."""
     make = OPTIMIZERS["sgd"]
     padded = kind is Token  # a row an example is one row then, as the token is
     found, step = train(kind(), make, (5, 17), direct=True, compiled=compiled, padded=padded)
     assert is_compiled(step) is compiled
-    assert_alike(found, train(kind(), make, (5, 17))[0])
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_layer_under_autocast_stays_in_full_precision(compiled):
-    make = OPTIMIZERS["sgd"]
-    found, step = train(Halved(), make, (5, 17), direct=True, compiled=compiled)
-    assert is_compiled(step) is compiled
-    assert_alike(found, train(Dense(), make, (5, 17))[0])
+    plain = Dense if kind is Halved else kind
+    assert_alike(found, train(plain(), make, (5, 17))[0])
 
 
 def test_nothing_is_left_behind_by_finding_out():
     module = Normed()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    make, sizes = OPTIMIZERS["momentum and decay"], (16, 24)
+    make, sizes = OPTIMIZERS["momentum"], (16, 24)
     found, _ = train(module, make, sizes, padded=False, direct=True)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
@@ -285,7 +252,7 @@ def with_groups(module, **options):
 
 
 @pytest.mark.slow
-def test_options_that_change_between_rounds():
+def test_options_and_masks_that_change_between_rounds():
     """No graph reads them."""
     module, sizes = Dense(), (5, 30, 16)
     _, step = train(module, with_groups(module), sizes, direct=True, compiled=True)
@@ -295,11 +262,6 @@ def test_options_that_change_between_rounds():
         kept = {key: step._optimizer.param_groups[0][key] for key in ("momentum", "nesterov")}
         assert_alike(found, train(module, with_groups(module, **kept), sizes)[0])
     assert is_compiled(step)
-
-
-@pytest.mark.slow
-def test_masks_that_come_between_rounds():
-    module, sizes = Dense(), (5, 30, 16)
     masks = {module.first.weight: draws(30, 40) > 0}
     plain = partial(SparseSGDM, lr=0.1, momentum=0.9)
     _, step = train(module, plain, sizes, direct=True, compiled=True)

@@ -1,18 +1,21 @@
 """One client's round: against a plain loop, from a clean start every time, failures by name."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from toys import ToyModule, weights
+from toys import toy, weights
 
 from fl_lightning.client.local_step import PlainStep, loss_of
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.core.update import GlobalModel
+
+UNREADABLE = [((torch.zeros(2, 5), torch.zeros(2)), 2)]
 
 
 def batches(seed, num_batches=3, size=5):
@@ -25,24 +28,39 @@ def batches(seed, num_batches=3, size=5):
     return made
 
 
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+class Halving(torch.optim.SGD):
+    """SGD that halves its own learning rate at every step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= 2
 
 
-def adam(params):
-    return torch.optim.Adam(params, lr=0.01)
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "one that writes to its options": lambda params: Halving(params, lr=0.4),
+    "decay alone": lambda params: torch.optim.SGD(params, lr=1, weight_decay=1),
+}
 
 
-def trainer_of(module, make_optimizer=sgd):
+def trainer_of(module, optimizer="sgd", step=None):
     """Return the trainer of a module whose `self.log` is the collector's from now on."""
-    collector, optimizer = LogCollector(), make_optimizer(module.parameters())
+    collector, make = LogCollector(), OPTIMIZERS.get(optimizer, optimizer)
+    made = make(module.parameters())
     object.__setattr__(module, "log", collector.log)
-    step = PlainStep(module, optimizer, collector)
-    return LocalTrainer(module, optimizer, step, collector)
+    return LocalTrainer(module, made, step or PlainStep(module, made, collector), collector)
 
 
-def train(trainer, start, steps, client_id=0, num_examples=1) -> ClientUpdate:
+def train(trainer, start, steps, client_id=0, num_examples=1):
     return trainer.train(start, client_id=client_id, num_examples=num_examples, batches=steps)
+
+
+def stepped(step, sizes, module=None):
+    """Return the update of a client whose steps are given: numbers of examples, a list per step."""
+    trainer = trainer_of(module or nn.Linear(1, 1), step=lambda batches, index: step())
+    return train(trainer, trainer.read(), [[(None, n) for n in some] for some in sizes])
 
 
 def equal(one, other):
@@ -50,25 +68,22 @@ def equal(one, other):
     return same and one.metrics == other.metrics
 
 
-def toy(**options):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return ToyModule(**options)
-
-
 @pytest.fixture
 def module():
     return toy(batch_norm=True)
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adam])
-def test_equals_a_plain_loop(module, make_optimizer):
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_equals_a_plain_loop(module, optimizer):
     plain, steps = copy.deepcopy(module), batches(1)
-    trainer = trainer_of(module, make_optimizer)
+    trainer = trainer_of(module, optimizer)
     start = trainer.read()
+    before = start.params.clone(), start.buffers.clone()
     update = train(trainer, start, steps, client_id=4, num_examples=15)
+    assert torch.equal(start.params, before[0])
+    assert torch.equal(start.buffers, before[1])
 
-    optimizer, losses = make_optimizer(plain.parameters()), []
+    optimizer, losses = OPTIMIZERS[optimizer](plain.parameters()), []
     for [((x, y), _)] in steps:
         optimizer.zero_grad()
         loss = F.cross_entropy(plain.net(x), y)
@@ -86,62 +101,32 @@ def test_equals_a_plain_loop(module, make_optimizer):
     assert set(update.metrics) == {"train/loss", "train/accuracy"}
 
 
-def test_the_global_model_stays_as_it_is(module):
-    trainer = trainer_of(module)
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "fails"),
+    [
+        ("sgd", 0.1, False),
+        ("adam", 0.1, False),
+        ("one that writes to its options", 0.1, False),
+        ("sgd", None, False),  # the running mean is divided by the counter of batches, an integer
+        ("sgd", 0.1, True),
+    ],
+)
+def test_a_client_does_not_feel_the_one_before(module, optimizer, momentum, fails):
+    module.net[1].momentum = momentum
+    trainer, before = trainer_of(module, optimizer), weights(module)
     start = trainer.read()
-    before = start.params.clone(), start.buffers.clone()
-    train(trainer, start, batches(1))
-    assert torch.equal(start.params, before[0])
-    assert torch.equal(start.buffers, before[1])
-
-
-@pytest.mark.parametrize("make_optimizer", [sgd, adam])
-def test_a_client_does_not_feel_the_one_before(module, make_optimizer):
-    alone = trainer_of(copy.deepcopy(module), make_optimizer)
-    shared = trainer_of(module, make_optimizer)
-    start = shared.read()
-    train(shared, start, batches(1, num_batches=5))
-    assert equal(train(shared, start, batches(2)), train(alone, start, batches(2)))
-
-
-def test_restore_brings_back_every_bit(module):
-    trainer = trainer_of(module)
-    start, before = trainer.read(), weights(module)
-    train(trainer, start, batches(1))
+    first = train(trainer, start, batches(1))
+    with pytest.raises(ClientFailure) if fails else nullcontext():
+        train(trainer, start, [*batches(2, 5), *([UNREADABLE] if fails else [])])
+    assert equal(train(trainer, start, batches(1)), first)
     assert not torch.equal(weights(module), before)
-    trainer.restore(start)
+    trainer.restore(start)  # every bit
     assert torch.equal(weights(module), before)
     assert module.net[1].num_batches_tracked == 0
 
 
-def test_integer_buffers_matter_to_a_cumulative_batch_norm(module):
-    """With momentum None the running mean is divided by the counter of batches."""
-    module.net[1].momentum = None
-    trainer = trainer_of(module)
-    start = trainer.read()
-    first = train(trainer, start, batches(1))
-    train(trainer, start, batches(2))
-    assert equal(train(trainer, start, batches(1)), first)
-
-
-class Halving(torch.optim.SGD):
-    """SGD that halves its own learning rate at every step."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            group["lr"] /= 2
-
-
-def test_options_that_the_optimizer_wrote_are_wound_back(module):
-    trainer = trainer_of(module, lambda params: Halving(params, lr=0.4))
-    start = trainer.read()
-    first = train(trainer, start, batches(1))
-    assert equal(train(trainer, start, batches(1)), first)
-
-
 def test_a_schedule_between_rounds_is_kept(module):
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.4)
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
     trainer = trainer_of(module, lambda _: optimizer)
     start = trainer.read()
     train(trainer, start, batches(1))
@@ -165,109 +150,87 @@ def test_a_half_precision_delta_is_the_clients_own_movement():
             module.weight += 0.5
         return torch.zeros(())
 
-    trainer = LocalTrainer(module, sgd(module.parameters()), step)
     start = GlobalModel(torch.tensor([1.0 + 2**-12]), torch.empty(0))
-    assert train(trainer, start, [[(None, 1)]]).delta.tolist() == [-0.5]
+    assert train(trainer_of(module, step=step), start, [[(None, 1)]]).delta.tolist() == [-0.5]
 
 
-class TestMetrics:
-    @staticmethod
-    def losses_of(values, sizes):
-        module, given = nn.Linear(1, 1), iter(values)
-
-        def step(_batches, _index):
-            return next(given)
-
-        trainer = LocalTrainer(module, sgd(module.parameters()), step)
-        steps = [[(None, n) for n in step_sizes] for step_sizes in sizes]
-        return train(trainer, trainer.read(), steps)
-
-    def test_the_loss_is_weighted_by_batch_size(self):
-        update = self.losses_of([torch.tensor(1.0), torch.tensor(4.0)], [[1], [1, 1]])
-        assert float(update.metrics["train/loss"]) == 3.0
-
-    def test_skipped_steps_count_as_steps_without_loss(self):
-        update = self.losses_of([None, torch.tensor(4.0)], [[100], [1]])
-        assert (update.num_steps, float(update.metrics["train/loss"])) == (2, 4.0)
-        assert self.losses_of([None], [[1]]).metrics == {}
+@pytest.mark.parametrize(
+    ("losses", "sizes", "mean"),
+    [
+        ([1.0, 4.0], [[1], [1, 1]], 3.0),  # weighted by batch size
+        ([None, 4.0], [[100], [1]], 4.0),  # a step that was skipped is one without loss
+        ([None], [[1]], None),
+    ],
+)
+def test_the_loss_is_the_mean_over_examples(losses, sizes, mean):
+    left = [None if loss is None else torch.tensor(loss) for loss in losses]
+    update = stepped(lambda: left.pop(0), sizes)
+    assert update.num_steps == len(losses)
+    assert update.metrics == ({} if mean is None else {"train/loss": torch.tensor(mean)})
 
 
-class TestFailures:
-    def test_an_exception_is_the_cause(self, module):
-        trainer = trainer_of(module)
-        with pytest.raises(ClientFailure, match="client 7: RuntimeError: ") as failure:
-            train(trainer, trainer.read(), [[((torch.zeros(2, 5), torch.zeros(2)), 2)]], 7)
-        assert failure.value.client_id == 7
-        assert isinstance(failure.value.__cause__, RuntimeError)
-
-    def test_batches_that_cannot_be_made_fail_too(self, module):
-        def unreadable():
-            yield from batches(1)
-            raise OSError("disk full")
-
-        trainer = trainer_of(module)
-        with pytest.raises(ClientFailure, match="client 3: OSError: disk full") as failure:
-            train(trainer, trainer.read(), unreadable(), client_id=3)
-        assert isinstance(failure.value.__cause__, OSError)
-
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_a_loss_that_is_no_number(self, value):
-        with pytest.raises(ClientFailure, match=f"client 0: its training loss is {value}"):
-            TestMetrics.losses_of([torch.tensor(1.0), torch.tensor(value)], [[1], [1]])
-
-    @pytest.mark.parametrize(("which", "message"), [("weight", "update"), ("buffer", "buffers")])
-    def test_values_that_are_no_numbers(self, which, message):
-        module = nn.Linear(1, 1)
-        module.register_buffer("buffer", torch.zeros(1))
-
-        def step(_batches, _index):
-            getattr(module, which).data.fill_(float("nan"))
-            return torch.zeros(())
-
-        trainer = LocalTrainer(module, sgd(module.parameters()), step)
-        with pytest.raises(ClientFailure, match=f"its {message} hold"):
-            train(trainer, trainer.read(), [[(None, 1)]])
-
-    def test_no_step_at_all(self, module):
-        trainer = trainer_of(module)
-        with pytest.raises(ClientFailure, match="client 5: it took no local step"):
-            train(trainer, trainer.read(), [], client_id=5)
-
-    def test_a_mistake_in_the_settings_is_no_clients_fault(self, module):
-        module.training_step = lambda batch, index: "loss"
-        trainer = trainer_of(module)
-        with pytest.raises(ConfigurationError, match="training_step must return a loss tensor"):
-            train(trainer, trainer.read(), batches(1))
-
-    def test_the_next_client_is_as_if_nothing_had_happened(self, module):
-        trainer = trainer_of(module)
-        start = trainer.read()
-        first = train(trainer, start, batches(1))
-        broken = [*batches(2, 2), [((torch.zeros(2, 5), torch.zeros(2)), 2)]]
-        with pytest.raises(ClientFailure):
-            train(trainer, start, broken)
-        assert equal(train(trainer, start, batches(1)), first)
+def unreadable():
+    yield from batches(1)
+    raise OSError("disk full")
 
 
-class TestPlainStep:
-    def test_a_skipped_batch_moves_nothing(self, module):
-        module.training_step = lambda batch, index: None
-        trainer = trainer_of(module, lambda params: torch.optim.SGD(params, lr=1, weight_decay=1))
-        update = train(trainer, trainer.read(), batches(1))
-        assert not update.delta.any()
-        assert (update.num_steps, update.metrics) == (3, {})
+@pytest.mark.parametrize(
+    ("steps", "cause", "says"),
+    [
+        ([UNREADABLE], RuntimeError, "client 7: RuntimeError: "),
+        (unreadable(), OSError, "client 7: OSError: disk full"),
+        ([], type(None), "client 7: it took no local step"),
+    ],
+)
+def test_a_failure_names_the_client_and_its_cause(module, steps, cause, says):
+    trainer = trainer_of(module)
+    with pytest.raises(ClientFailure, match=says) as failure:
+        train(trainer, trainer.read(), steps, client_id=7)
+    assert failure.value.client_id == 7
+    assert isinstance(failure.value.__cause__, cause)
 
-    def test_the_step_is_numbered(self, module):
-        seen = module.seen = []  # a list of the module's, also if a closure holds it
-        module.training_step = lambda batch, index: seen.append(index)
-        trainer = trainer_of(module)
-        for _ in range(2):
-            train(trainer, trainer.read(), batches(1))
-            assert seen == [0, 1, 2]  # every client sees the list of the round's start
-            trainer.keeps_lists = True
-        trainer.restore(trainer.read())
-        trainer.show_lists()
-        assert seen == [0, 1, 2, 0, 1, 2]
+
+@pytest.mark.parametrize(
+    ("which", "loss", "says"),
+    [
+        (None, torch.nan, "client 0: its training loss is nan"),
+        (None, torch.inf, "client 0: its training loss is inf"),
+        ("weight", 0.0, "its update hold"),
+        ("buffer", 0.0, "its buffers hold"),
+    ],
+)
+def test_values_that_are_no_numbers(which, loss, says):
+    module = nn.Linear(1, 1)
+    module.register_buffer("buffer", torch.zeros(1))
+
+    def step():
+        if which:
+            getattr(module, which).data.fill_(torch.nan)
+        return torch.tensor(loss)
+
+    with pytest.raises(ClientFailure, match=says):
+        stepped(step, [[1]], module)
+
+
+def test_a_skipped_batch_moves_nothing(module):
+    module.training_step = lambda batch, index: None
+    trainer = trainer_of(module, "decay alone")
+    update = train(trainer, trainer.read(), batches(1))
+    assert not update.delta.any()
+    assert (update.num_steps, update.metrics) == (3, {})
+
+
+def test_the_step_is_numbered(module):
+    seen = module.seen = []  # a list of the module's, also if a closure holds it
+    module.training_step = lambda batch, index: seen.append(index)
+    trainer = trainer_of(module)
+    for _ in range(2):
+        train(trainer, trainer.read(), batches(1))
+        assert seen == [0, 1, 2]  # every client sees the list of the round's start
+        trainer.keeps_lists = True
+    trainer.restore(trainer.read())
+    trainer.show_lists()
+    assert seen == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss, "extra": 1}])
@@ -277,7 +240,11 @@ def test_loss_of_what_lightning_allows(wrap):
     assert loss_of(None) is None
 
 
-@pytest.mark.parametrize("output", [1.0, {"extra": 1}, {"loss": 1.0}, (torch.zeros(()),)])
-def test_another_output_is_refused(output):
-    with pytest.raises(ConfigurationError, match=f"it returned {type(output).__name__}"):
-        loss_of(output)
+@pytest.mark.parametrize("output", [1.0, {"extra": 1}, {"loss": 1.0}, (torch.zeros(()),), "loss"])
+def test_another_output_is_refused_and_no_clients_fault(output, module):
+    module.training_step = lambda batch, index: output
+    trainer = trainer_of(module)
+    with pytest.raises(
+        ConfigurationError, match=f"return a loss .*returned {type(output).__name__}"
+    ):
+        train(trainer, trainer.read(), batches(1))

@@ -29,7 +29,6 @@ def test_a_mean_is_weighted_by_batch_size(entries):
     assert float(collected(entries)["x"]) == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("of", [float, torch.tensor])
 @pytest.mark.parametrize(
     ("reduce_fx", "expected"),
     [
@@ -39,10 +38,11 @@ def test_a_mean_is_weighted_by_batch_size(entries):
         *((reduce_fx, 4.0) for reduce_fx in ("max", max, torch.max)),
     ],
 )
-def test_reductions_by_hand(of, reduce_fx, expected):
-    found = collected([(of(1.0), 1), (of(4.0), 5), (of(2.0), 2)], reduce_fx=reduce_fx)["x"]
-    assert found.shape == ()
-    assert float(found) == expected
+def test_reductions_by_hand(reduce_fx, expected):
+    for of in (float, torch.tensor):
+        found = collected([(of(1.0), 1), (of(4.0), 5), (of(2.0), 2)], reduce_fx=reduce_fx)["x"]
+        assert found.shape == ()
+        assert float(found) == expected
 
 
 def test_a_batch_size_given_to_log_counts():
@@ -63,16 +63,6 @@ def test_values_are_detached_and_half_precision_is_widened():
     assert (found.dtype, found.requires_grad, float(found)) == (torch.float32, False, 300.0)
 
 
-def test_what_is_logged_later_or_seldom_has_its_own_weights():
-    collector = LogCollector()
-    collector.batch_size = 1
-    collector.log("often", 1.0)
-    collector.batch_size = 3
-    collector.log("often", 5.0)
-    collector.log("seldom", 7.0)
-    assert collector.collect() == {"often": torch.tensor(4.0), "seldom": torch.tensor(7.0)}
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -82,18 +72,14 @@ def test_what_is_logged_later_or_seldom_has_its_own_weights():
         ({"on_step": True, "on_epoch": True}, "x_epoch"),
     ],
 )
-def test_names_are_lightnings(options, name):
+def test_names_are_lightnings_and_each_has_its_own_weights(options, name):
     collector = LogCollector()
-    collector.log("x", 1.0, prog_bar=True, **options)
+    for size, value in ((1, 1.0), (3, 5.0)):
+        collector.batch_size = size
+        collector.log("x", value, prog_bar=True, **options)
+    collector.log("seldom", 7.0)
     assert collector.prog_bar == {name}
-    assert list(collector.collect()) == [name]
-
-
-def test_the_progress_bar_shows_what_asks_for_it():
-    collector = LogCollector()
-    collector.log("shown", 1.0, prog_bar=True)
-    collector.log("hidden", 1.0)
-    assert collector.prog_bar == {"shown"}
+    assert collector.collect() == {name: torch.tensor(4.0), "seldom": torch.tensor(7.0)}
 
 
 @pytest.mark.parametrize("reduce_fx", ["median", torch.median, lambda values: values[0], None])
@@ -129,18 +115,12 @@ class TestListening:
         assert found == {"x_epoch": 1.0, "y": 2.0, "z": 3.0}
         assert collector.prog_bar == {"y", "z"}
 
-    def test_ends_with_the_block(self):
+    def test_ends_with_the_block_or_with_an_exception(self):
         module = self.Logging()
         original = module.log
-        with LogCollector().listening_to(module):
-            assert module.log != original
-        assert module.log == original
-        assert "log" not in vars(module)
-
-    def test_ends_with_an_exception(self):
-        module = self.Logging()
         with pytest.raises(ConfigurationError), LogCollector().listening_to(module):
             module.log("x", 1.0, reduce_fx="median")
+        assert module.log == original
         assert "log" not in vars(module)
 
 

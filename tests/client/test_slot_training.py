@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -99,15 +100,23 @@ def sequential(module, make_optimizer, todo, read=read):
     return trainer, start, updates
 
 
+def groups_of(trainer, start, step, todo, read=read):
+    """Return the groups of updates that slots hand on."""
+    at_random = read is augmented
+    slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4, reads_at_random=at_random)
+    with preserve_global_generators():
+        return list(slots.train(start, todo))
+
+
+def in_order(groups):
+    return sorted((u for group in groups for u in group), key=lambda update: update.client_id)
+
+
 def in_slots(module, make_optimizer, todo, num_slots=3, read=read, **options):
     trainer, start, expected = sequential(module, make_optimizer, todo, read)
     optimizer = make_optimizer(module.parameters())
     step = StackedStep(module, optimizer, True, StackedOptions(num_slots, **options))
-    at_random = read is augmented
-    slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4, reads_at_random=at_random)
-    with preserve_global_generators():
-        updates = [update for group in slots.train(start, todo) for update in group]
-    return sorted(updates, key=lambda update: update.client_id), expected
+    return in_order(groups_of(trainer, start, step, todo, read)), expected
 
 
 def assert_same(updates, expected, tolerance=1e-12):
@@ -122,15 +131,24 @@ def assert_same(updates, expected, tolerance=1e-12):
 
 
 def toy(kind=ToyModule, **options):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind(**options).double()
+    return toys.toy(kind, **options).double()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def check(module, optimizer="momentum", todo=None, *args, **options):
+    """See that slots give the updates that training one client after the other gives."""
+    assert_same(*in_slots(module, OPTIMIZERS[optimizer], todo or works(), *args, **options))
+
+
+compiled_too = pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "padded"), [*((name, False) for name in OPTIMIZERS), ("sparse adamw", True)]
+)
 def test_unequal_clients_with_smaller_last_batches(optimizer, padded):
-    assert_same(*in_slots(toy(), OPTIMIZERS[optimizer], works(), padded=padded))
+    check(toy(), optimizer, padded=padded)
 
 
 def test_smaller_batches_of_a_loss_that_is_no_mean():
@@ -141,26 +159,20 @@ def test_smaller_batches_of_a_loss_that_is_no_mean():
             x, y = batch
             return F.cross_entropy(self.net(x), y, reduction="sum") / len(x) ** 0.5
 
-    todo = works([7, 11, 8, 3, 6, 9])  # of 3, 3, 0, 3, 2 and 1 examples in the last one
-    assert_same(*in_slots(toy(Summed), OPTIMIZERS["momentum"], todo))
-    assert_same(*in_slots(toy(Summed), OPTIMIZERS["momentum"], works([3, 3, 3])))
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 7, 20])
-def test_any_number_of_slots(num_slots):
-    assert_same(*in_slots(toy(), OPTIMIZERS["momentum"], works(), num_slots))
+    # of 3, 3, 0, 3, 2 and 1 examples in the last one
+    check(toy(Summed), todo=works([7, 11, 8, 3, 6, 9]))
+    check(toy(Summed), todo=works([3, 3, 3]))
 
 
 @pytest.mark.parametrize(("num_slots", "most"), [(1, 7), (3, 4), (7, 2), (20, 1)])
 def test_clients_that_end_one_by_one_are_handed_on_together(num_slots, most):
     module, make = toy(), OPTIMIZERS["momentum"]
-    trainer, start, _ = sequential(module, make, works())
+    trainer, start, expected = sequential(module, make, works())
     step = StackedStep(module, make(module.parameters()), True, StackedOptions(num_slots))
-    slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4)
-    sizes = [len(group.client_ids) for group in slots.train(start, works())]
-    assert sum(sizes) == len(SIZES)
-    assert len(sizes) <= most
-    assert max(sizes) <= num_slots
+    groups = groups_of(trainer, start, step, works())
+    assert_same(in_order(groups), expected)
+    assert len(groups) <= most
+    assert max(len(group.client_ids) for group in groups) <= num_slots
 
 
 def test_updates_of_large_models_have_the_bits_of_small_ones(monkeypatch):
@@ -176,92 +188,75 @@ def test_updates_of_large_models_have_the_bits_of_small_ones(monkeypatch):
 def test_a_parameter_may_be_empty():
     module = toy()
     module.nothing = torch.nn.Parameter(torch.empty(0, dtype=torch.float64))
-    assert_same(*in_slots(module, OPTIMIZERS["momentum"], works()))
+    check(module)
 
 
 def test_batch_norm():
-    todo = works([8, 7, 12, 4, 15])
     module = toy(batch_norm=True)
     before = module.state_dict()
-    assert_same(*in_slots(module, OPTIMIZERS["momentum"], todo))
+    check(module, todo=works([8, 7, 12, 4, 15]))
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-
-
-def test_one_client_twice_in_other_company():
-    todo = works()
-    first, _ = in_slots(toy(), OPTIMIZERS["momentum"], todo)
-    second, _ = in_slots(toy(), OPTIMIZERS["momentum"], [todo[3], todo[1]])
-    assert torch.equal(first[1].delta, second[0].delta)
-    assert torch.equal(first[3].delta, second[1].delta)
 
 
 @pytest.mark.slow  # test_direct_slots and test_engines compile one in every run of the tests
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_compiled_step_is_the_same_step(dropout):
-    module = toy(dropout=dropout)
-    assert_same(*in_slots(module, OPTIMIZERS["momentum"], works(), compiled=True))
+    check(toy(dropout=dropout), compiled=True)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_batches_may_be_of_any_length(compiled):
-    """As those of texts are, of which each is as long as its longest."""
+class Words(ToyModule):
+    """Reads texts, of which each batch is as long as its longest."""
 
-    class Words(ToyModule):
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return F.cross_entropy(self.net(x).mean(1), y)
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x).mean(1), y)
 
-    def words(indices):
-        x, y = read(indices)
-        longest = 1 + int(indices.max()) // 10
-        return torch.stack([x * (1 + place) for place in range(longest)], 1), y
 
+class Regression(ToyModule):
+    """Predicts numbers, which are whole in one batch and not in the next."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return ((self.net(x)[:, 0] - y) ** 2).mean()
+
+
+def words(indices):
+    x, y = read(indices)
+    longest = 1 + int(indices.max()) // 10
+    return torch.stack([x * (1 + place) for place in range(longest)], 1), y
+
+
+def numbers(indices):
+    x, _ = read(indices)
+    return x, indices // 20 if bool((indices >= 20).all()) else indices / 20
+
+
+@compiled_too
+@pytest.mark.parametrize(("kind", "read"), [(Words, words), (Regression, numbers)])
+def test_batches_may_change_their_length_or_their_type(kind, read, compiled):
     orders = [torch.arange(8), torch.arange(20, 28), torch.arange(4), torch.arange(20, 32)]
     todo = [ClientWork(client, 32, torch.cat(orders), [4] * 8) for client in range(2)]
-    options = {"num_slots": 2, "read": words, "compiled": compiled}
-    assert_same(*in_slots(toy(Words), OPTIMIZERS["sgd"], todo, **options))
+    check(toy(kind), "sgd", todo, 2, read, compiled=compiled)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_batches_may_change_their_type(compiled):
-    """As those of numbers do, which are whole in one batch and not in the next."""
-
-    class Regression(ToyModule):
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return ((self.net(x)[:, 0] - y) ** 2).mean()
-
-    def mixed(indices):
-        x, _ = read(indices)
-        return x, indices // 20 if bool((indices >= 20).all()) else indices / 20
-
-    orders = [torch.arange(8), torch.arange(20, 28), torch.arange(4), torch.arange(20, 32)]
-    order = torch.cat(orders)
-    todo = [ClientWork(client, 32, order, [4] * 8) for client in range(2)]
-    options = {"num_slots": 2, "read": mixed, "compiled": compiled}
-    assert_same(*in_slots(toy(Regression), OPTIMIZERS["sgd"], todo, **options))
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("num_slots", [1, 3, 20])
-@pytest.mark.parametrize("read", [read, augmented])
-def test_dropout_and_augmentation_draw_what_they_draw_in_sequence(num_slots, read, padded):
-    todo = works(), num_slots, read
-    assert_same(*in_slots(toy(dropout=0.5), OPTIMIZERS["momentum"], *todo, padded=padded))
+@pytest.mark.parametrize(
+    ("dropout", "num_slots", "read", "padded"),
+    [
+        *((0.5, 1, augmented, False), (0.5, 3, read, True), (0.5, 20, augmented, True)),
+        *((0.5, 20, read, False), (0.5, 3, augmented, False), (0.0, 3, augmented, False)),
+    ],
+)
+def test_dropout_and_augmentation_draw_what_they_draw_in_sequence(dropout, num_slots, read, padded):
+    check(toy(dropout=dropout), "momentum", works(), num_slots, read, padded=padded)
 
 
 def test_dropout_on_clients_of_one_size_and_one_step():
     for sizes in ([8, 8, 8], [3, 3]):
-        todo = works(sizes, epochs=1)
-        assert_same(*in_slots(toy(dropout=0.5), OPTIMIZERS["momentum"], todo))
-
-
-def test_augmentation_alone():
-    assert_same(*in_slots(toy(), OPTIMIZERS["momentum"], works(), read=augmented))
+        check(toy(dropout=0.5), todo=works(sizes, epochs=1))
 
 
 @pytest.mark.parametrize("read", [read, augmented])
-def test_draws_do_not_depend_on_the_company(read):
+def test_a_client_does_not_depend_on_its_company(read):
     todo = works()
     first, _ = in_slots(toy(dropout=0.5), OPTIMIZERS["momentum"], todo, read=read)
     second, _ = in_slots(toy(dropout=0.5), OPTIMIZERS["momentum"], [todo[3], todo[1]], read=read)
@@ -275,41 +270,36 @@ def test_draws_do_not_depend_on_who_was_there_before():
     todo = works(sizes=(20, 16, 8), epochs=1)
     trainer, start, expected = sequential(module, make, todo, augmented)
     step = StackedStep(module, make(module.parameters()), True, StackedOptions(2))
-    slots = SlotTrainer(step, trainer.space, trainer.buffers, augmented, 4, reads_at_random=True)
     for chosen in (todo, [todo[2].head(1)], todo):
-        with preserve_global_generators():
-            groups = list(slots.train(start, chosen))
-    updates = sorted((u for group in groups for u in group), key=lambda u: u.client_id)
-    assert_same(updates, expected)
+        groups = groups_of(trainer, start, step, chosen, augmented)
+    assert_same(in_order(groups), expected)
 
 
 def test_draws_are_the_clients_own_and_of_the_round():
-    one, other = works([8]), works([8])
-    other = [work._replace(round_index=1) for work in other]
-    twin = [work._replace(client_id=7) for work in one]
+    [one] = works([8])
+    other, twin = one._replace(round_index=1), one._replace(client_id=7)
     deltas = [
-        in_slots(toy(dropout=0.5), OPTIMIZERS["sgd"], w)[0][0].delta for w in (one, other, twin)
+        in_slots(toy(dropout=0.5), OPTIMIZERS["sgd"], [work])[0][0].delta
+        for work in (one, other, twin)
     ]
     assert not torch.equal(deltas[0], deltas[1])
     assert not torch.equal(deltas[0], deltas[2])
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@compiled_too
 def test_slots_follow_a_new_mask_and_leave_frozen_entries_alone(compiled):
     # a single step is a single graph, which takes a while to compile
     module, todo = toy(), works([4, 4, 4], epochs=1) if compiled else works([8, 8, 8])
-    make = sparse(SparseSGDM, 0.3, lr=0.1, momentum=0.9, weight_decay=0.1)
-    optimizer = make(module.parameters())
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer = sparse(SparseSGDM, 0.3, **options)(module.parameters())
     step = StackedStep(module, optimizer, True, StackedOptions(3, compiled=compiled))
     for seed in (0, 1):
         chosen = masks(list(module.parameters()), 0.3, seed)
         optimizer.set_masks(chosen)
-        trainer, start, expected = sequential(
-            module, sparse(SparseSGDM, 0.3, seed, lr=0.1, momentum=0.9, weight_decay=0.1), todo
-        )
-        slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4)
-        updates = [update for group in slots.train(start, todo) for update in group]
-        assert_same(sorted(updates, key=lambda update: update.client_id), expected)
+        make = sparse(SparseSGDM, 0.3, seed, **options)
+        trainer, start, expected = sequential(module, make, todo)
+        updates = in_order(groups_of(trainer, start, step, todo))
+        assert_same(updates, expected)
         num_active = sum(int(mask.sum()) for mask in chosen)
         for update in updates:
             assert update.delta.shape == (num_active,)

@@ -1,6 +1,7 @@
 """Speedups change the order of sums and nothing else."""
 
 import copy
+from functools import partial
 from itertools import chain, combinations
 
 import pytest
@@ -73,20 +74,24 @@ def assert_same(one, other, tolerance):
 
 @pytest.mark.parametrize("speedups", SUBSETS, ids="+".join)
 @pytest.mark.parametrize(
-    "make_optimizer",
-    [sgd(), sgd(weight_decay=0.1), sgd(momentum=0.9, weight_decay=0.1), two_groups],
+    ("make_optimizer", "tolerance"),
+    [
+        (sgd(), 1e-13),
+        (sgd(momentum=0.9, weight_decay=0.1), 1e-13),
+        (two_groups, 1e-13),
+        # batch norm leaves the bias before it a gradient of rounding alone, which Adam enlarges
+        (lambda net: Adam(net.parameters()), 1e-9),
+    ],
 )
-def test_the_same_training(speedups, make_optimizer):
-    assert_same(trained(speedups, make_optimizer), trained((), make_optimizer), 1e-13)
+def test_the_same_training(speedups, make_optimizer, tolerance):
+    assert_same(trained(speedups, make_optimizer), trained((), make_optimizer), tolerance)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=["plain", "all"]
-)
-@pytest.mark.parametrize("speedups", SUBSETS + WITH_DIRECT, ids="+".join)
-def test_the_same_training_in_single_precision(speedups, options):
-    one, other = (trained(s, sgd(**options), torch.float32) for s in (speedups, ()))
-    assert_same(one, other, 2e-6)
+@pytest.mark.parametrize("speedups", WITH_DIRECT, ids="+".join)
+def test_the_same_training_in_single_precision(speedups):
+    for options in ({}, {"momentum": 0.9, "weight_decay": 0.1}):
+        one, other = (trained(s, sgd(**options), torch.float32) for s in (speedups, ()))
+        assert_same(one, other, 2e-6)
 
 
 @pytest.mark.parametrize("kind", ["few inputs", "turned"])
@@ -112,13 +117,6 @@ def test_large_layers_that_are_no_direct_ones(kind, momentum):
         ends.append(own)
     for p, q in zip(*(end.parameters() for end in ends), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
-
-
-def test_adam_can_be_fused():
-    speedups = ("channels_last", "fused_optimizer")
-    one, other = (trained(s, lambda net: Adam(net.parameters())) for s in (speedups, ()))
-    # batch norm leaves the bias before it a gradient of rounding alone, which Adam enlarges
-    assert_same(one, other, 1e-9)
 
 
 class Attention(nn.Module):
@@ -187,29 +185,13 @@ def test_one_channel_or_one_pixel_is_in_no_other_layout(channels, side, kernel):
     assert net.weight.stride() == before[1]
 
 
-def test_images_change_their_layout_and_nothing_else():
-    net = conv_net()
-    faster = FasterStep(net, SGD(net.parameters()), ("channels_last",))
-    image, label = torch.randn(2, 3, 4, 4), torch.tensor([0, 1])
-    first, rest = faster.batch([image, {"label": label, "name": "x"}])
-    assert torch.equal(first, image)
-    assert first.is_contiguous(memory_format=torch.channels_last)
-    assert rest["label"] is label
-
-
 @pytest.mark.parametrize(
-    ("speedup", "make_optimizer", "reason"),
+    ("speedup", "net", "make_optimizer", "reason"),
     [
-        ("fused_optimizer", lambda net: RMSprop(net.parameters()), "RMSprop has no fused step"),
-        ("fused_optimizer", sgd(fused=True), "given"),
+        ("fused_optimizer", nn.Conv2d(3, 8, 3), RMSprop, "RMSprop has no fused step"),
+        ("fused_optimizer", nn.Conv2d(3, 8, 3), partial(SGD, fused=True), "given"),
+        ("channels_last", nn.Linear(4, 4), SGD, "no convolution"),
     ],
 )
-def test_what_does_not_apply(speedup, make_optimizer, reason):
-    net = conv_net()
-    assert reason in reason_against(speedup, net, make_optimizer(net))
-
-
-def test_models_that_gain_nothing():
-    net = nn.Linear(4, 4)
-    optimizer = SGD(net.parameters(), lr=0.1)
-    assert "no convolution" in reason_against("channels_last", net, optimizer)
+def test_what_does_not_apply(speedup, net, make_optimizer, reason):
+    assert reason in reason_against(speedup, net, make_optimizer(net.parameters()))

@@ -60,7 +60,7 @@ def test_without_a_compiler_or_where_it_fails(compiler, text, tmp_path, new_cach
 
 KERNELS = (
     "tests/client/test_direct_layers.py",
-    "tests/client/test_winograd.py",
+    "tests/client/test_direct_kernels.py",
     "tests/server/test_column_sort.py",
     "tests/sparsity/test_one_pass.py",
 )

@@ -12,7 +12,6 @@ from flower.made_up_messages import LIMIT, answers, orders
 from forged import (
     DIGEST,
     canonical,
-    changed,
     fields_of,
     mutations,
     parts,
@@ -20,15 +19,13 @@ from forged import (
     with_header,
     with_text,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load
 from updates.payloads import agreement, dense, message, payload, quantised
 
 from fl_lightning.core.container import read, size_of, write
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.plain_json import MessageError
-from fl_lightning.flower.messages import Answer, Order
+from fl_lightning.flower.messages import Order
 from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.protocol import messages as secure
 from fl_lightning.secure.protocol.session import Session
@@ -143,31 +140,16 @@ def outcomes(kinds, count, seed):
     return accepted
 
 
-def test_mutations_of_every_kind_are_refused_or_could_have_been_sent(kinds):
-    accepted = outcomes(kinds, 3000, seed=0)
-    assert 0 < accepted.total() < 1500  # care pays: another number is another message
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_mutations_of_every_kind(kinds):
-    tracemalloc.start()
-    accepted = outcomes(kinds, 100_000, seed=1)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 50_000_000
-    assert 0 < accepted.total() < 50_000
-    assert len(accepted) > len(kinds) // 2
-
-
-@given(st.binary(max_size=400), st.integers(0, 2**32))
-def test_whatever_hypothesis_makes_up_is_refused_with_a_reason(data, place):
-    sent = ORDER.to_bytes()
-    at = place % len(sent)
-    flipped = bytearray(sent)
-    flipped[at] ^= 1 << place % 8
-    for each in (data, sealed(data), bytes(flipped), sent[:at], sent[: DIGEST.stop] + data):
-        with pytest.raises(MessageError):
-            Order.from_bytes(each, limit=LIMIT)
+@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_mutations_of_every_kind_are_refused_or_could_have_been_sent(kinds, count):
+    if is_long := count > 3000:
+        tracemalloc.start()
+    accepted = outcomes(kinds, count, seed=count)
+    if is_long:
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+        assert len(accepted) > len(kinds) // 2
+        tracemalloc.stop()
+    assert 0 < accepted.total() < count / 2  # care pays: another number is another message
 
 
 # one order, and what may be wrong with its bytes
@@ -186,14 +168,6 @@ HEADER, DATA = parts(ORDER.to_bytes())
 
 def read_order(data, limit=LIMIT):
     return Order.from_bytes(data, limit=limit)
-
-
-def test_the_tools_of_the_forgers_fit(kinds):
-    for data, _, _ in kinds:
-        assert with_text(data, canonical(fields_of(data))) == data
-        assert with_header(*parts(data)) == data
-        assert sealed(data) == data
-        assert changed(data) == data
 
 
 def test_a_container_is_a_safetensors_file_of_known_bytes():
@@ -306,11 +280,3 @@ def test_a_message_beyond_the_limit_is_refused_before_it_is_read():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000
-
-
-def test_no_kind_is_read_as_another(kinds):
-    for data, _, _ in kinds:
-        for kind in (Order, Answer):
-            if kind.__name__.lower() not in data[:200].decode("ascii", "ignore"):
-                with pytest.raises(MessageError, match="instead of"):
-                    kind.from_bytes(data, limit=LIMIT)

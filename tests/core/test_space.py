@@ -58,15 +58,6 @@ def test_views_share_the_vectors_memory():
     assert vector[-2:].tolist() == [7.0, 7.0]
 
 
-def test_views_can_be_written_again_and_again():
-    space = Space.of_parameters(network())
-    vector = torch.zeros(space.size)
-    for value in (1.0, 2.0):
-        vector.fill_(value)
-        space.write(vector)
-        assert torch.equal(space.read(), vector)
-
-
 def test_a_half_precision_module_has_float32_vectors():
     module = network(torch.bfloat16)
     space = Space.of_parameters(module)

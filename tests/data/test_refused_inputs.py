@@ -217,7 +217,7 @@ SETS = {
     "a gap in the target": (frame(y=[None, *range(ROWS - 1)]), "have no finite target"),
     "times": (frame(a=pd.date_range("2020", periods=ROWS)), "column 'a' holds times"),
     "names": (lambda: Table(pd.DataFrame({"a": [f"n{i}" for i in range(1200)], "y": 0}), "y").setup(), "1200 different values"),
-    "many whole numbers": (lambda: Table(pd.DataFrame({"a": 0.5, "y": range(200)}), "y").setup(), "may be classes or quantities"),
+    "many whole numbers": (lambda: Table(pd.DataFrame({"a": 0.5, "y": range(200)}), "y").setup(), "could be classes or quantities"),
     "other classes in the test": (lambda: Table(FRAME, "y", test=FRAME.assign(y=7)).setup(), "holds the class 7, which no training example has"),
     "text for numbers in val": (lambda: Table(FRAME, "y", val=FRAME.assign(a="x")).setup(), "holds numbers in the training rows, and in val"),
     "a list": (lambda: Table([1, 2], "y").setup(), "data must be a pandas.DataFrame or the path of a file, got list"),

@@ -40,38 +40,28 @@ def plan(tmp_path, text="", **keys):
     )
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({}, "either variants or grid"),
-        ({"variants": {"a": {}}, "grid": {"x": {"a": {}}}}, "either variants or grid"),
-        ({"variants": {"a": {}}, "report": []}, "at least one metric"),
-        ({"variants": {"a": {}}, "seeds": [0, 0]}, "different whole numbers"),
-        ({"variants": {"a": {}}, "seeds": "0,-1"}, "different whole numbers"),
-        ({"variants": {"a": {}}, "seeds": "0,b"}, "different whole numbers"),
-        ({"variants": {"a": {}}, "seeds": True}, "different whole numbers"),
-        ({"variants": {"a": {}}, "seeds": [0, True]}, "different whole numbers"),
-        ({"variants": {"a": {}}, "seeds": [1.5]}, "different whole numbers"),
-        ({"variants": {"a b": {}, "a/b": {}}}, "differ as folders.*a_b"),
-        ({"variants": {"first": {}}}, "not be 'first'"),
-        (
-            {"grid": {"variant": {"a": {}}, "seed": {"b": {}}}},
-            "columns of the results: seed, variant",
-        ),
-        (
-            {"grid": {"bytes up": {"a": {}}, "best round": {"b": {}}}},
-            "columns of the results: best round, bytes up",
-        ),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(keys, says):
-    with pytest.raises(ConfigurationError, match=says):
-        Experiment(**{"base": BASE, **keys})
+SEEDS = "different whole numbers"
+REFUSED = [
+    ({}, "either variants or grid"),
+    ({"variants": {"a": {}}, "grid": {"x": {"a": {}}}}, "either variants or grid"),
+    ({"variants": {"a": {}}, "report": []}, "at least one metric"),
+    *(
+        ({"variants": {"a": {}}, "seeds": seeds}, SEEDS)
+        for seeds in ([0, 0], "0,-1", "0,b", True, [0, True], [1.5])
+    ),
+    ({"variants": {"a b": {}, "a/b": {}}}, "differ as folders.*a_b"),
+    ({"variants": {"first": {}}}, "not be 'first'"),
+    ({"grid": {"variant": {"a": {}}, "seed": {"b": {}}}}, "of the results: seed, variant"),
+    ({"grid": {"bytes up": {"a": {}}, "best round": {"b": {}}}}, "results: best round, bytes up"),
+]
 
 
-@pytest.mark.parametrize(("seeds", "expected"), [(3, [3]), ("0,2", [0, 2]), ([1, 0], [1, 0])])
-def test_seeds_in_every_spelling(seeds, expected):
-    assert Experiment(base=BASE, variants={"a": None}, seeds=seeds).all_seeds == expected
+def test_what_cannot_be_compared_is_refused_and_seeds_have_every_spelling():
+    for keys, says in REFUSED:
+        with pytest.raises(ConfigurationError, match=says):
+            Experiment(**{"base": BASE, **keys})
+    for seeds, expected in ((3, [3]), ("0,2", [0, 2]), ([1, 0], [1, 0])):
+        assert Experiment(base=BASE, variants={"a": None}, seeds=seeds).all_seeds == expected
 
 
 def test_a_grid_is_every_combination():
@@ -186,21 +176,17 @@ def test_the_matrix_has_a_row_for_each_name_of_the_first_axis(second):
     assert rows == [["none", "0.900", "0.800"], ["flip", "0.100", "-"]]  # one run is missing
 
 
-def test_the_csv_keeps_every_digit(tmp_path):
-    value = math.pi / 10
-    run = result("a / b", 3, value, {"x": "a", "y": "b"})
+def test_the_csv_files_keep_every_digit(tmp_path):
+    run = result("a / b", 3, math.pi / 10, {"x": "a", "y": "b"})
     runs_table([run]).to_csv(tmp_path / "r.csv", index=False)
     (row,) = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
-    assert float(row["test/accuracy"]) == value
+    assert float(row["test/accuracy"]) == math.pi / 10
     assert (row["variant"], row["x"], row["y"], row["seed"]) == ("a / b", "a", "b", "3")
-
-
-def test_the_csv_of_curves_has_a_row_a_round(tmp_path):
     curves = {"val/loss": {1: 3.0, 2: math.pi}, "val/accuracy": {2: 0.5}}
     results = [RunResult(Variant("a", (), {"x": "b"}), 7, curves, {}), result("none", 0, 0.1)]
     curves_table(results).to_csv(tmp_path / "c.csv", index=False)
     rows = list(csv.reader((tmp_path / "c.csv").read_text().splitlines()))
-    assert rows == [
+    assert rows == [  # one a round
         ["variant", "x", "seed", "round", "val/loss", "val/accuracy"],
         ["a", "b", "7", "1", "3.0", ""],
         ["a", "b", "7", "2", repr(math.pi), "0.5"],

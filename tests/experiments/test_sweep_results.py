@@ -73,21 +73,18 @@ def test_the_best_come_first_and_the_stopped_ones_last():
     assert study.best_trial.number == 2  # of equal ones the earliest
 
 
-def test_a_table_has_values_or_states():
+def test_a_table_and_a_line_have_values_or_states():
+    trials = mixed().trials
+    line = trial_line(trials[2], 3, 6, None, is_best=True)
+    assert line == "[3/6] trial 2: 0.9000, best so far, 9 s"
+    line = trial_line(trials[1], 4, 6, "stopped after round 2", is_best=False)
+    assert line == "[4/6] trial 1: stopped after round 2, 8 s"
     head, rows = cells(trials_table(mixed(), [LR, STEPS]), "val/accuracy", NAMES)
     assert head == ["trial", "val/accuracy", "rounds", "seconds", "lr", "local_steps"]
     assert rows[0] == ["2", "0.9000", "9", "9", "0.2", "4"]
     assert rows[4] == ["1", "stopped", "2", "8", "0.9", "4"]
     empty = trials_table(study_of([]), [LR, STEPS])
     assert cells(empty[empty["state"] != "failed"], "val/accuracy", NAMES) == (head, [])
-
-
-def test_a_line_for_every_trial():
-    trials = mixed().trials
-    line = trial_line(trials[2], 3, 6, None, is_best=True)
-    assert line == "[3/6] trial 2: 0.9000, best so far, 9 s"
-    line = trial_line(trials[1], 4, 6, "stopped after round 2", is_best=False)
-    assert line == "[4/6] trial 1: stopped after round 2, 8 s"
 
 
 def test_the_csv_has_every_digit_and_no_value_of_what_was_stopped(tmp_path):
@@ -131,10 +128,7 @@ def test_the_option_that_decides_matters_most_also_where_bad_trials_were_stopped
     assert next(iter(shares)) == LR
     assert shares[LR] > 0.8
     assert sum(shares.values()) == pytest.approx(1)
-
-
-def test_few_or_equal_trials_say_nothing_about_importance():
-    done = TrialState.COMPLETE
+    done = TrialState.COMPLETE  # few or equal ones say nothing
     assert importances(study_of([(done, 0.5, 0.1, 1), (done, 0.6, 0.2, 4)])) == {}
     assert importances(study_of([(done, 0.5, 0.1 * n, 1) for n in range(1, 7)])) == {}
 

@@ -25,8 +25,9 @@ def encoded_bytes(module, record, dtype):
     return len(encode(up)), len(encode(down))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("engine", ["sequential", "slots"])
+@pytest.mark.parametrize(
+    ("engine", "dtype"), [("sequential", torch.float64), ("slots", torch.float32)]
+)
 def test_what_is_counted_is_what_would_be_encoded(engine, dtype):
     precision = "64-true" if dtype == torch.float64 else "32-true"
     batch_norm = engine == "sequential"  # buffers travel as well
@@ -43,11 +44,14 @@ def test_what_is_counted_is_what_would_be_encoded(engine, dtype):
 
 
 @pytest.mark.parametrize(
-    ("correction", "vectors_up", "vectors_down"),
-    [(FedProx(mu=0.1), 0, 0), (Scaffold(), 0, 1), (Scaffold("I"), 1, 1), (FedDyn(), 0, 0)],
-    ids=lambda value: repr(value),
+    ("engine", "correction", "vectors_up", "vectors_down"),
+    [
+        ("slots", FedProx(mu=0.1), 0, 0),
+        ("slots", Scaffold(), 0, 1),
+        ("sequential", Scaffold("I"), 1, 1),
+        ("sequential", FedDyn(), 0, 0),
+    ],
 )
-@pytest.mark.parametrize("engine", ["sequential", "slots"])
 def test_what_a_correction_needs_travels_as_well(engine, correction, vectors_up, vectors_down):
     def told(**options):
         federation = Federation(local_steps=1, engine=engine, correction=correction, **options)

@@ -12,9 +12,9 @@ from lightning.pytorch import seed_everything
 from strange.client_state import BufferThatIsAssigned, MeanTeacher
 from strange.rows import Small
 from torch.nn import functional as F
-from toys import Given, Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import Given, Notes, SaveEverywhere, ToyModule, federated, toy_data, weights
 
-from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+from fl_lightning import ConfigurationError
 from fl_lightning.engines import CannotStack
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.clients.in_slots import SlotEngine
@@ -52,7 +52,7 @@ class Centre(BufferThatIsAssigned, Base):
     """A buffer that is replaced by another tensor, as DINO's centre."""
 
 
-class Masked(Base):
+class ConstantBuffers(Base):
     """Constant buffers, among them one with -inf."""
 
     def __init__(self):
@@ -70,18 +70,16 @@ def made(kind, dtype=torch.float64):
     return kind().to(dtype)
 
 
-def fit(module, *callbacks, shards=SHARDS, max_epochs=2, ckpt_path=None, trainer=None, **options):
+def fit(module, *callbacks, shards=SHARDS, max_epochs=2, ckpt_path=None, **options):
     dtype = next(module.parameters()).dtype
-    source = toy_data(dtype=dtype, batch_size=20).source
-    data = FederatedDataModule(source, num_clients=len(shards), partition=Given(shards), seed=0)
+    data = toy_data(len(shards), partition=Given(shards), dtype=dtype, batch_size=20)
     options = {"local_epochs": 3, "seed": 0, "engine": "sequential", **options}
     precision = "64-true" if dtype == torch.float64 else "32-true"
-    federation = Federation(**options)
-    runs = toy_trainer(
-        federation, *callbacks, max_epochs=max_epochs, precision=precision, **(trainer or {})
+    trainer = {"max_epochs": max_epochs, "precision": precision}
+    fitted = federated(
+        module, *callbacks, data=data, ckpt_path=ckpt_path, trainer=trainer, **options
     )
-    runs.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return federation
+    return fitted.federation
 
 
 def test_lists_hold_what_all_clients_appended_in_their_order():
@@ -143,9 +141,9 @@ def test_frozen_parameters_that_change_are_averaged_and_constants_do_not_travel(
     federation = fit(made(Teacher), max_epochs=1)
     names = federation.rounds.clients.local.buffers.names
     assert names == [f"teacher.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
-    federation = fit(made(Masked), max_epochs=1)
+    federation = fit(made(ConstantBuffers), max_epochs=1)
     assert federation.rounds.server.model.buffers.numel() == 0
-    lean, masked = (fit(made(kind), max_epochs=1) for kind in (Base, Masked))
+    lean, masked = (fit(made(kind), max_epochs=1) for kind in (Base, ConstantBuffers))
     sent = [f.rounds.record.total_bytes_up for f in (lean, masked)]
     assert sent[0] == sent[1]
 
@@ -280,26 +278,6 @@ def test_a_stopped_run_goes_on_once_the_buffer_is_named(tmp_path):
     options = {"ckpt_path": tmp_path / "0-trained.ckpt"}
     fit(inside, client_state=["mean"], **options)
     assert torch.equal(weights(inside), weights(whole))
-
-
-@pytest.mark.parametrize("kind", [Teacher, Masked, Centre])
-def test_a_resumed_run_averages_the_same(kind, tmp_path):
-    whole = made(kind)
-    fit(whole, SaveEverywhere(tmp_path))
-    for moment in ("0-trained", "1-trained"):
-        module = made(kind)
-        federation = fit(module, ckpt_path=tmp_path / f"{moment}.ckpt")
-        assert torch.equal(weights(module), weights(whole)), moment
-        names = federation.rounds.clients.local.state_names
-        assert set(names) <= {name for name, _ in module.named_parameters()} | {"centre"}
-
-
-@pytest.mark.parametrize("kind", [Teacher, Centre, Masked])
-def test_several_processes_agree(kind):
-    module, expected = made(kind), made(kind)
-    fit(module, trainer={"devices": 2})
-    fit(expected)
-    torch.testing.assert_close(weights(module), weights(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_slots_leave_a_mean_teacher_to_the_sequential_engine():

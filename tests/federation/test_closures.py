@@ -3,15 +3,14 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from test_manual_optimization import SEED, far, new
-from toys import Ordered, ToyModule, toy_data, toy_trainer, weights
+from test_manual_optimization import far, new
+from toys import Ordered, ToyModule, federated, toy_data, weights
 
 from fl_lightning import (
     APFL,
     ClientFailure,
     ConfigurationError,
     FedDyn,
-    Federation,
     Mean,
 )
 from fl_lightning.client.local_step import PlainStep
@@ -75,32 +74,24 @@ class Idle(Callback):
         pass
 
 
-def fit(module, data=None, settings=None, **options):
-    federation = Federation(**{"local_epochs": 2, "seed": SEED} | options)
-    settings = dict(settings or {})
-    callbacks = [Idle()] if settings.pop("full", False) else []
-    trainer = toy_trainer(federation, *callbacks, **settings)
-    trainer.fit(module, datamodule=data or toy_data())
-    return module, trainer, federation
+def fit(module, *callbacks, **options):
+    return federated(module, *callbacks, **{"local_epochs": 2, "engine": "sequential"} | options)
 
 
-def test_all_settings_give_the_same_bits():
-    settings = ({}, {"full": True}, {"precision": "32-true"})
-    ends = [fit(new(Sharp, dropout=0.3, batch_norm=True), some(), s) for s in settings]
-    for module, trainer, _ in ends[1:]:
-        assert torch.equal(weights(module), weights(ends[0][0]))
-        assert trainer.callback_metrics["train/loss"] == ends[0][1].callback_metrics["train/loss"]
-
-
-def some():
-    return toy_data(batch_size=4, drop_last=True)
+def test_lightnings_full_chain_gives_the_same_bits():
+    ends = []
+    for callbacks in ([], [Idle()]):
+        data = toy_data(batch_size=4, drop_last=True)
+        ends.append(fit(new(Sharp, dropout=0.3, batch_norm=True), *callbacks, data=data))
+    (module, trainer, _), (other, full, _) = ends
+    assert torch.equal(weights(module), weights(other))
+    assert trainer.callback_metrics["train/loss"] == full.callback_metrics["train/loss"]
 
 
 def test_speedups_go_with_closures():
     """The small layers of the toy are computed in another way, with the same result."""
     ends = [
-        weights(fit(new(Sharp), engine="sequential", speedups=speedups)[0])
-        for speedups in ([], ["direct_layers"])
+        weights(fit(new(Sharp), speedups=speedups).module) for speedups in ([], ["direct_layers"])
     ]
     assert far(*ends) < 1e-5
 
@@ -114,10 +105,10 @@ class Counting(SAM):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [SAM, Counting])
-def test_what_an_optimizer_holds_starts_fresh_for_every_client(kind):
+def test_what_an_optimizer_holds_starts_fresh_for_every_client():
+    """The momentum of the one inside, and a number."""
     ends = [
-        weights(fit(new(Sharp, kind), cohort=Ordered(order), aggregator=Mean(exact=True))[0])
+        weights(fit(new(Sharp, Counting), cohort=Ordered(order), aggregator=Mean(exact=True))[0])
         for order in (1, -1)
     ]
     assert torch.equal(*ends)
@@ -130,10 +121,10 @@ def test_batch_hooks_hear_of_a_step_once():
         def on_train_batch_end(self, outputs, batch, batch_idx):
             calls.append(batch_idx)
 
-    for settings in ({}, {"full": True}):
+    for callbacks in ([], [Idle()]):
         calls.clear()
-        data = toy_data(num_clients=1)
-        fit(new(Hooked), data, {"max_epochs": 1} | settings, local_epochs=None, local_steps=3)
+        one = {"data": toy_data(num_clients=1), "trainer": {"max_epochs": 1}}
+        fit(new(Hooked), *callbacks, **one, local_epochs=None, local_steps=3)
         assert calls == [0, 1, 2]
 
 
@@ -164,8 +155,7 @@ class Own(torch.optim.SGD):
 def test_other_peoples_optimizers_are_torchs_if_they_do_the_same(kind, takes):
     module = new(Sharp, kind)
     assert takes_closure(module.configure_optimizers()[0][0]) == takes
-    expected = weights(fit(new(ToyModule), engine="sequential")[0])
-    assert torch.equal(weights(fit(module, engine="sequential")[0]), expected)
+    assert torch.equal(weights(fit(module).module), weights(fit(new(ToyModule)).module))
 
 
 def test_masked_optimizers_need_none():
@@ -177,11 +167,8 @@ def test_a_skipped_batch_is_skipped():
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 0 else super().training_step(batch, batch_idx)
 
-    class Gentle(Own):
-        pass
-
-    ends = [fit(new(Skips, Gentle), settings=s) for s in ({}, {"full": True})]
-    assert torch.equal(*(weights(module) for module, *_ in ends))
+    ends = [fit(new(Skips, Own), *callbacks).module for callbacks in ([], [Idle()])]
+    assert torch.equal(*map(weights, ends))
 
 
 def test_without_a_trainer():
@@ -205,7 +192,8 @@ def test_fine_tuning_gives_a_closure():
     ends = []
     for kind in (torch.optim.SGD, Own, Asserting):
         tuned = FineTuned(local_steps=2)
-        module, _, federation = fit(new(Sharp, kind), settings={"max_epochs": 0}, personal=tuned)
+        none = {"max_epochs": 0}
+        module, _, federation = fit(new(Sharp, kind), trainer=none, personal=tuned)
         before = weights(module)
         with federation.personal_models(module.trainer).of(0):
             ends.append(weights(module))
@@ -235,10 +223,9 @@ class Inside(ToyModule):
         return self.kind(self.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("correction", [None, FedDyn(alpha=0.1)])
-def test_a_step_of_an_inner_optimizer_is_one_of_the_outer(correction):
+def test_a_step_of_an_inner_optimizer_is_one_of_the_outer():
     ends = [
-        weights(fit(new(Inside, kind), correction=correction)[0])
+        weights(fit(new(Inside, kind), correction=FedDyn(alpha=0.1))[0])
         for kind in (torch.optim.SGD, NoClosure, SAM)
     ]
     assert torch.equal(ends[0], ends[1])
@@ -248,7 +235,7 @@ def test_a_step_of_an_inner_optimizer_is_one_of_the_outer(correction):
 def test_what_takes_one_gradient_per_step_says_so():
     private = ExampleDP(noise_multiplier=1.0, clip_norm=1.0)
     with pytest.raises(ConfigurationError, match="the step of SAM asks for a closure"):
-        fit(new(Sharp, SAM), privacy=private)
+        fit(new(Sharp, SAM), privacy=private, local_epochs=1)
     with pytest.raises(ConfigurationError, match="evaluates its closure several times"):
         fit(new(Sharp), personal=APFL())
 

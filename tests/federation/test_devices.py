@@ -1,14 +1,16 @@
 """Devices in virtual time: closed forms, deadlines, partial work, and that without them all is plain."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import Callback, seed_everything
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from lightning.pytorch import Callback
+from toys import ToyModule, federated, toy_data, weights
 
-from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
+from fl_lightning import ConfigurationError, RoundFailure
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, SpeedTiers
 from fl_lightning.client.devices import Fleet
 
@@ -25,17 +27,12 @@ class Facts(Callback):
         )
 
 
-def run(devices, *more, callbacks=(), ckpt_path=None, max_epochs=3, data=None, **options):
-    seed_everything(0, verbose=False)
-    module, facts = ToyModule(dropout=0.3, scheduler=False), Facts()
-    options = {"seed": 3, **options}
-    federation = Federation(devices=devices, **options)
-    trainer = toy_trainer(facts, federation, *more, *callbacks, max_epochs=max_epochs)
-    # the facts of a round are there once the federation has logged them
-    trainer.callbacks.remove(facts)
-    trainer.callbacks.append(facts)
-    trainer.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt_path)
-    return module, facts.rows, federation
+def run(devices, *callbacks, ckpt_path=None, max_epochs=3, **options):
+    facts, make = Facts(), partial(ToyModule, dropout=0.3, scheduler=False)
+    options = {"devices": devices, "seed": 3, **options}
+    limit = {"max_epochs": max_epochs}
+    fitted = federated(make, *callbacks, facts, ckpt_path=ckpt_path, trainer=limit, **options)
+    return fitted.module, facts.rows, fitted.federation
 
 
 def test_without_deadline_and_loss_the_weights_are_plain():
@@ -77,26 +74,15 @@ def test_who_is_late_is_dropped_or_counted_with_what_it_managed():
 def test_accumulated_batches_are_one_step():
     devices = Devices(speeds=GivenSpeeds([1.0]), deadline=2.0)
 
-    def fit(devices, **work):
-        seed_everything(0, verbose=False)
-        module = ToyModule()
-        federation = Federation(devices=devices, seed=3, **work)
-        trainer = toy_trainer(federation, max_epochs=2, accumulate_grad_batches=2)
-        trainer.fit(module, datamodule=toy_data(batch_size=2))
-        return weights(module)
+    def end(**options):
+        trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
+        return weights(federated(data=toy_data(batch_size=2), trainer=trainer, **options).module)
 
-    assert torch.equal(fit(devices, local_steps=5), fit(None, local_steps=2))
+    assert torch.equal(end(devices=devices, local_steps=5), end(local_steps=2))
 
 
-def test_lost_updates_come_at_the_stated_rate_and_resume_alike(tmp_path):
+def test_lost_updates_come_at_the_stated_rate():
     devices = Devices(speeds=LogNormalSpeeds(), drop_rate=0.4, jitter=0.3, deadline=6.0)
-    cohort = UniformCohort(size=4)
-    settings = {"local_steps": 3, "cohort": cohort}
-    expected, rows, _ = run(devices, SaveEverywhere(tmp_path), **settings)
-    for moment in ("0-trained", "1-end", "2-trained"):
-        module, again, _ = run(devices, ckpt_path=tmp_path / f"{moment}.ckpt", **settings)
-        assert torch.equal(weights(module), weights(expected)), moment
-        assert again == rows[len(rows) - len(again) :]
     fleet = Fleet(devices, 100, seed=0)
     lost = [fleet.result(c, 1, draw=r).is_lost for c in range(100) for r in range(20)]
     seconds = fleet._seconds
@@ -108,32 +94,6 @@ def test_lost_updates_come_at_the_stated_rate_and_resume_alike(tmp_path):
 def test_a_round_in_which_all_are_lost_stops_the_run():
     with pytest.raises(RoundFailure, match="0 of 6 clients sent a valid update"):
         run(Devices(speeds=GivenSpeeds([9.0]), deadline=1.0), local_steps=1)
-
-
-def test_over_processes_as_in_one():
-    def fit(**several):
-        seed_everything(0, verbose=False)
-        module = ToyModule()
-        devices = Devices(speeds=LogNormalSpeeds(), drop_rate=0.3, deadline=4.0)
-        federation = Federation(devices=devices, local_steps=3, seed=3)
-        trainer = toy_trainer(federation, max_epochs=2, **several)
-        trainer.fit(module, datamodule=toy_data())
-        record = trainer.callback_metrics
-        return weights(module), record["round/lost"], record["round/total_virtual_seconds"]
-
-    found, expected = fit(devices=2), fit()
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-6)
-    assert found[1:] == expected[1:]
-    assert expected[1] > 0
-
-
-def test_slots_count_the_same_work():
-    devices = Devices(speeds=LogNormalSpeeds(sigma=1.0), deadline=4.0)
-    options = {"local_steps": 4}
-    one, *_ = run(devices, engine="sequential", **options)
-    many, _, federation = run(devices, engine="slots", slots=3, **options)
-    assert federation.rounds.clients.engine.slots is not None
-    torch.testing.assert_close(weights(many), weights(one), rtol=0, atol=1e-5)
 
 
 @given(

@@ -13,16 +13,13 @@ import pytest
 import timm
 import torch
 import torchmetrics
-from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
-from toys import SaveOnException, ToyModule, toy, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, SaveOnException, ToyModule, toy, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ClientFailure,
-    ConfigurationError,
-    FederatedDataModule,
     Federation,
     Mean,
     UniformCohort,
@@ -30,7 +27,6 @@ from fl_lightning import (
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.metrics import metrics_of
-from fl_lightning.data import Digits
 from fl_lightning.federation.clients import choice, trial
 from fl_lightning.federation.clients.in_slots import fitting_slots
 from fl_lightning.federation.processes.interruption import Interruption
@@ -98,27 +94,6 @@ class VisionTransformer(ToyModule):
         self.net = nn.Sequential(nn.Linear(4, 16), nn.Unflatten(1, (1, 4, 4)), transformer)
 
 
-class Dropping(ToyModule):
-    """Dropouts of all kinds, and noise."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
-        self.net = nn.Sequential(
-            nn.Unflatten(1, (4, 1)),
-            nn.Linear(1, 8),
-            block,
-            nn.Dropout1d(0.2),
-            nn.Flatten(),
-            nn.AlphaDropout(0.2),
-            nn.Linear(32, 3),
-        )
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return super().training_step((x + 0.1 * torch.randn_like(x), y), batch_idx)
-
-
 def assert_same_logs(first, second):
     assert first.callback_metrics.keys() == second.callback_metrics.keys()
     for name, value in first.callback_metrics.items():
@@ -126,24 +101,34 @@ def assert_same_logs(first, second):
             assert float(second.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "clip"), [(ToyModule, 0.2), (Wide, None), (Wide, 0.2), (Conv, 0.2), (Attention, None)]
-)
-def test_slots_and_sequence_agree_after_five_rounds(kind, clip):
-    one, many = toy(kind), toy(kind)
-    options = {"max_epochs": 5, "trainer": {"gradient_clip_val": clip}}
-    first, second = run(one, "sequential", **options), run(many, "slots", **options)
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
+def assert_agree(kind, *, rtol=1e-5, atol=1e-6, slots=3, data=toy_data, **options):
+    """Train in both engines, and return both Trainers; options are the block's but for those of `run`."""
+    (one, first), (many, second) = (
+        (module := toy(kind), run(module, engine, slots=slots, data=data(), **options))
+        for engine in ("sequential", "slots")
+    )
+    torch.testing.assert_close(weights(one), weights(many), rtol=rtol, atol=atol)
     assert_same_logs(first, second)
+    return first, second
 
 
-@pytest.mark.parametrize("kind", [ToyModule, Wide, Conv, Attention])
+def slots_of(trainer):
+    """Return how the slots of a run train; None where clients train one after the other."""
+    return trainer.callbacks[0].state_dict()["engine"]["slots"]
+
+
+def test_slots_and_sequence_agree_where_gradients_are_clipped_that_are_never_written_out():
+    """All kinds of layers: rows of `strange`; in double precision: `test_every_way`."""
+    assert_agree(Wide, max_epochs=4, trainer={"gradient_clip_val": 0.2})
+
+
+@pytest.mark.parametrize("kind", [Wide, Conv, Attention])
 def test_slots_and_sequence_agree_in_half_precision(kind):
     moves = {}
     start = weights(toy(kind)).clone()
     for engine, precision in product(("sequential", "slots"), ("32-true", "bf16-mixed")):
-        module = toy(kind)
-        run(module, engine, trainer={"precision": precision}, pad_batches=True)
+        module, trainer = toy(kind), {"precision": precision}
+        run(module, engine, trainer=trainer, pad_batches=True, max_epochs=1)
         moves[engine, precision] = weights(module) - start
     rounded = moves["slots", "bf16-mixed"]
     assert (rounded - moves["sequential", "bf16-mixed"]).norm() < 0.03 * rounded.norm()
@@ -161,7 +146,7 @@ class Adamant(VisionTransformer):
 def test_what_rounding_decides_is_no_reason_against_slots():
     module = toy(Adamant)
     trainer = run(module, max_epochs=1, trainer={"precision": "bf16-mixed"})
-    assert trainer.callbacks[0].state_dict()["engine"]["slots"] is not None
+    assert slots_of(trainer) is not None
 
 
 class Unstable(ToyModule):
@@ -175,32 +160,7 @@ class Unstable(ToyModule):
 def test_training_too_unstable_to_compare_is_not_taken_on_trust():
     with pytest.warns(UserWarning, match="training is too unstable to tell why"):
         trainer = run(toy(Unstable))
-    assert trainer.callbacks[0].state_dict()["engine"]["slots"] is None
-
-
-class Repeating(ToyModule):
-    """Has dense layers only, all of them with inputs enough to be direct."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        wider = nn.Unflatten(1, (1, 4)), nn.Upsample(scale_factor=4), nn.Flatten()
-        self.net = nn.Sequential(*wider, nn.Linear(16, 20), nn.ReLU(), nn.Linear(20, 3))
-
-
-@pytest.mark.skipif(
-    reason_against_direct_layers(nn.Linear(16, 1)) is not None, reason="no compiler"
-)
-def test_direct_layers_stay_in_full_precision_and_it_is_said(caplog):
-    ends = []
-    for precision in ("32-true", "bf16-mixed"):
-        caplog.clear()
-        with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-            module = toy(Repeating)
-            run(module, "slots", trainer={"precision": precision}, pad_batches=True)
-        ends.append(weights(module))
-        said = "direct layers in float32" in caplog.text
-        assert said == (precision == "bf16-mixed")
-    assert torch.equal(*ends)
+    assert slots_of(trainer) is None
 
 
 class Viewing(Conv):
@@ -223,53 +183,12 @@ class View(nn.Module):
     ("kind", "direct"), [(Conv, KNOWS_LAYOUTS), (Viewing, False), (ToyModule, True)]
 )
 def test_layers_are_direct_where_the_model_lets_them(kind, direct):
-    one, many = toy(kind), toy(kind)
-    run(one, "sequential")
-    trainer = run(many, "slots")
-    assert trainer.callbacks[0].state_dict()["engine"]["slots"]["direct"] is direct
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
+    assert slots_of(assert_agree(kind)[1])["direct"] is direct
 
 
-@pytest.mark.parametrize("kind", [partial(ToyModule, dropout=0.5), VisionTransformer, Dropping])
-def test_they_drop_the_same(kind):
-    one, many, single = toy(kind), toy(kind), toy(kind)
-    first, second = run(one, "sequential"), run(many, "slots")
-    run(single, "slots", slots=1)
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(weights(one), weights(single), rtol=1e-5, atol=1e-6)
-    assert_same_logs(first, second)
-
-
-class Growing(ToyModule):
-    """Starts to drop in the second round, and then drops more."""
-
-    def on_train_epoch_start(self):
-        self.net[3].p = 0.3 * self.current_epoch
-
-
-def test_a_dropout_that_grows():
-    one, many = toy(partial(Growing, dropout=0.1)), toy(partial(Growing, dropout=0.1))
-    run(one, "sequential", max_epochs=3)
-    run(many, "slots", max_epochs=3)
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
-
-
-class Pixels(ToyModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 10))
-
-
-def test_images_are_augmented_the_same():
-    def images():
-        return FederatedDataModule(Digits(augment=True, seed=0), num_clients=6, seed=0)
-
-    one, many = toy(Pixels), toy(Pixels)
-    work = {"local_epochs": None, "local_steps": 3}
-    first = run(one, "sequential", data=images(), **work)
-    second = run(many, "slots", data=images(), **work)
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
-    assert_same_logs(first, second)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_they_drop_the_same(slots):
+    assert_agree(VisionTransformer, slots=slots)
 
 
 class Measured(ToyModule):
@@ -299,46 +218,25 @@ class Measured(ToyModule):
         return {"loss": loss}
 
 
-def test_torchmetrics_objects_hold_the_same_examples():
-    one, many = toy(partial(Measured, dropout=0.2)), toy(partial(Measured, dropout=0.2))
-    first, second = run(one, "sequential"), run(many, "slots")
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
-    assert {"macro_epoch", "curve", "mean", "p", "r"} <= first.callback_metrics.keys()
-    assert_same_logs(first, second)
-    assert all(metric.update_count == 0 for metric in metrics_of(many))
+def full_batches():
+    return toy_data(batch_size=4, drop_last=True)
 
 
-def test_torchmetrics_objects_beside_batch_norm():
-    make = partial(toy, partial(Measured, batch_norm=True))
-    one, many = make(), make()
-    first = run(one, "sequential", data=toy_data(batch_size=4, drop_last=True))
-    second = run(many, "slots", data=toy_data(batch_size=4, drop_last=True))
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
-    assert_same_logs(first, second)
-
-
-def test_in_double_precision_they_agree_to_the_last_digits():
-    one, many = toy(), toy()
-    double = {"precision": "64-true"}
-    run(one, "sequential", trainer=double)
-    run(many, "slots", trainer=double)
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    ("options", "data", "tolerance"),
+    [({"dropout": 0.2}, toy_data, 1e-5), ({"batch_norm": True}, full_batches, 1e-4)],
+)
+def test_torchmetrics_objects_hold_the_same_examples(options, data, tolerance):
+    """Slots train full batches where there is batch norm, and others one after the other."""
+    trainers = assert_agree(partial(Measured, **options), data=data, rtol=tolerance, atol=1e-5)
+    assert {"macro_epoch", "curve", "mean", "p", "r"} <= trainers[0].callback_metrics.keys()
+    assert all(metric.update_count == 0 for metric in metrics_of(trainers[1].lightning_module))
 
 
 def test_a_full_batch_has_no_more_examples_than_the_largest_client():
     """Slots are as wide as a full batch: a million places for ten examples would take minutes."""
-    together, alone = toy(), toy()
-    trainer = run(together, data=toy_data(batch_size=10**6))
+    _, trainer = assert_agree(ToyModule, data=partial(toy_data, batch_size=10**6), rtol=1e-4)
     assert trainer.datamodule.full_batch == trainer.datamodule.clients.num_examples.max()
-    run(alone, "sequential", data=toy_data(batch_size=10**6))
-    torch.testing.assert_close(weights(together), weights(alone), rtol=1e-4, atol=1e-6)
-
-
-def test_batch_norm_trains_full_batches_in_slots_and_others_in_sequence():
-    one, many = toy(batch_norm=True), toy(batch_norm=True)
-    run(one, "sequential", data=toy_data(batch_size=4, drop_last=True))
-    run(many, "slots", data=toy_data(batch_size=4, drop_last=True))
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
 
 
 class Weighted(ToyModule):
@@ -383,8 +281,8 @@ class Inherits(Declared):
         (Declared, {"pad_batches": False}, False, ""),
         (ToyModule, {"pad_batches": True}, True, ""),
         (Inherits, {}, False, ""),
-        (Weighted, {}, False, "of whole batches because a trial client's update was not"),
-        (SmallDiffers, {}, False, "of whole batches because a trial client's update was not"),
+        (Weighted, {}, False, "of whole batches because a trial client's update differs"),
+        (SmallDiffers, {}, False, "of whole batches because a trial client's update differs"),
         (
             partial(ToyModule, batch_norm=True),
             {"pad_batches": True},
@@ -396,14 +294,11 @@ class Inherits(Declared):
 def test_batches_are_padded_where_the_loss_is_said_to_be_a_mean(
     kind, options, padded, said, caplog
 ):
-    one, many = toy(kind), toy(kind)
     data = partial(toy_data, batch_size=4, drop_last=kind not in (Weighted, SmallDiffers))
-    run(one, "sequential", data=data())
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        trainer = run(many, "slots", data=data(), **options)
-    assert trainer.callbacks[0].state_dict()["engine"]["slots"]["padded"] is padded
+        _, trainer = assert_agree(kind, data=data, rtol=1e-4, atol=1e-5, **options)
+    assert slots_of(trainer)["padded"] is padded
     assert said in caplog.text
-    torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
 
 
 class LogsEveryStep(ToyModule):
@@ -414,11 +309,7 @@ class LogsEveryStep(ToyModule):
 
 
 def test_a_loss_of_the_modules_own_stands_beside_ours():
-    first, second = run(toy(LogsEveryStep), "sequential"), run(toy(LogsEveryStep), "slots")
-    for name, value in first.callback_metrics.items():
-        if name != "round/seconds":
-            assert float(second.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4)
-    logged = second.callback_metrics
+    logged = assert_agree(LogsEveryStep)[1].callback_metrics
     assert float(logged["train/loss_epoch"]) == pytest.approx(2 * float(logged["train/loss"]))
 
 
@@ -527,36 +418,43 @@ class Lion(ToyModule):
     ],
 )
 def test_what_slots_cannot_run_is_named_and_trained_in_sequence(module, reason):
-    one, many = toy(module), toy(module)
-    run(one, "sequential")
     with pytest.warns(UserWarning, match=f"engine: sequential and not slots.*({reason})"):
-        run(many, "slots")
-    assert torch.equal(weights(one), weights(many))
+        assert_agree(module, rtol=0, atol=0, max_epochs=1)
 
 
-def test_precision_and_accumulation_are_reasons_too():
-    for trainer, reason in [
+@pytest.mark.parametrize(
+    ("trainer", "reason"),
+    [
         ({"precision": "bf16-true"}, "the precision is bf16-true"),
         ({"accumulate_grad_batches": 2}, "accumulates"),
-    ]:
-        with pytest.warns(UserWarning, match=reason):
-            run(toy(), trainer=trainer)
+    ],
+)
+def test_precision_and_accumulation_are_reasons_too(trainer, reason):
+    with pytest.warns(UserWarning, match=reason):
+        run(toy(), trainer=trainer, max_epochs=1)
 
 
-@pytest.mark.parametrize(("max_epochs", "max_steps"), [(3, -1), (-1, 2)])
-def test_auto_does_not_compile_for_a_short_run(max_epochs, max_steps, caplog):
+ONE_STEP = {"local_epochs": None, "local_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "max_steps", "options", "says"),
+    [
+        (3, -1, {}, "local steps do not repay a trial"),
+        (-1, 2, {}, "local steps do not repay a trial"),  # of rounds
+        (
+            1,
+            -1,
+            ONE_STEP | {"cohort": UniformCohort(size=1)},
+            "1 local step does not repay a trial",
+        ),
+    ],
+)
+def test_auto_does_not_compile_for_a_short_run(max_epochs, max_steps, options, says, caplog):
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        limit = {"max_steps": max_steps}  # of rounds
-        run(toy(), "auto", slots=None, max_epochs=max_epochs, trainer=limit)
-    assert "engine: sequential, because" in caplog.text
-    assert "local steps do not repay a trial" in caplog.text
-
-
-def test_a_run_of_one_step_is_told_in_the_singular(caplog):
-    one = {"cohort": UniformCohort(size=1), "local_epochs": None, "local_steps": 1, "slots": None}
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        run(toy(), "auto", max_epochs=1, **one)
-    assert "because 1 local step does not repay a trial" in caplog.text
+        limit = {"max_steps": max_steps}
+        run(toy(), "auto", slots=None, max_epochs=max_epochs, trainer=limit, **options)
+    assert re.search(f"engine: sequential, because .*{says}", caplog.text)
 
 
 def test_who_else_has_the_processor_does_not_count():
@@ -591,12 +489,9 @@ class UsesLate(ToyModule):
 @pytest.mark.filterwarnings("ignore:engine. sequential")
 def test_steps_without_a_graph_are_looked_at_in_every_round(monkeypatch):
     monkeypatch.setattr(choice, "SHORT_RUN_STEPS", 0)  # compiled
-    one, many, data = toy(UsesLate), toy(UsesLate), partial(toy_data, batch_size=4)
-    run(one, "sequential", data=data())
-    run(many, "slots", data=data(), pad_batches=False, spot_check=0.0)
-    assert one.late != 0
-    torch.testing.assert_close(many.late, one.late)
-    torch.testing.assert_close(weights(many), weights(one), rtol=1e-5, atol=1e-6)
+    options = {"pad_batches": False, "spot_check": 0.0, "max_epochs": 3}
+    one, _ = assert_agree(UsesLate, data=partial(toy_data, batch_size=4), **options)
+    assert one.lightning_module.late != 0
 
 
 class Breaking(ToyModule):
@@ -722,27 +617,26 @@ def poisoned(client, kind=Poisoned):
     return toy(kind, bad=data.train_dataset.tensors[0][data.clients[client], 0]), data
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_client_with_nan_is_named(precision):
+def test_a_client_with_nan_is_named():
     module, data = poisoned(2)
     with pytest.raises(ClientFailure, match="round 1, client 2: its training loss is nan"):
-        run(module, data=data, cohort=None, trainer={"precision": precision})
+        run(module, data=data, cohort=None, trainer={"precision": "bf16-mixed"})
     assert torch.equal(weights(module)[:-6], weights(toy(Poisoned, bad=module.bad))[:-6])
 
 
 def test_a_client_whose_gradient_alone_is_nan_is_named():
     module, data = poisoned(2, Steep)
     with pytest.raises(ClientFailure, match="round 1, client 2: its update holds NaN"):
-        run(module, data=data, cohort=None, local_epochs=None, local_steps=1)
+        run(module, data=data, cohort=None, **ONE_STEP)
 
 
-@pytest.mark.parametrize("local_steps", [1, None])
-@pytest.mark.parametrize("kind", [Poisoned, PoisonedWide, Steep])
-def test_a_client_with_nan_is_skipped_and_the_others_count(kind, local_steps):
+@pytest.mark.parametrize(
+    ("kind", "work"),
+    [(Poisoned, ONE_STEP), (PoisonedWide, {}), (PoisonedWide, ONE_STEP), (Steep, {})],
+)
+def test_a_client_with_nan_is_skipped_and_the_others_count(kind, work):
     one, data = poisoned(2, kind)
-    skipping = {"cohort": None, "on_client_failure": "skip", "max_epochs": 1}
-    if local_steps:
-        skipping |= {"local_epochs": None, "local_steps": local_steps}
+    skipping = {"cohort": None, "on_client_failure": "skip", "max_epochs": 1, **work}
     with pytest.warns(UserWarning, match="skipped: round 1, client 2"):
         first = run(one, "sequential", data=data, **skipping)
     many, data = poisoned(2, kind)
@@ -773,7 +667,7 @@ class Stopping(Mean):
 
 
 def test_a_run_that_is_stopped_while_a_group_comes_again_resumes_to_the_same_bits(tmp_path):
-    options = {"cohort": None, "on_client_failure": "skip", "local_epochs": None, "local_steps": 1}
+    options = {"cohort": None, "on_client_failure": "skip", **ONE_STEP}
 
     def ended(*callbacks, aggregator, ckpt=None):
         module, data = poisoned(2, Steep)
@@ -791,45 +685,21 @@ def test_a_run_that_is_stopped_while_a_group_comes_again_resumes_to_the_same_bit
     assert_same_logs(first, second)
 
 
-class SaveRound(Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
-        (ToyModule, "32-true"),
-        (Wide, "bf16-mixed"),
         (Conv, "32-true"),
         (Viewing, "bf16-mixed"),
-        (partial(Measured, dropout=0.5), "32-true"),
         (partial(Measured, dropout=0.5), "bf16-mixed"),
     ],
 )
 def test_a_resumed_run_keeps_to_its_slots(kind, precision, tmp_path):
-    whole, path, more = toy(kind), tmp_path / "round.ckpt", {"trainer": {"precision": precision}}
-    first = run(whole, "slots", SaveRound(path), **more)
+    whole, more = toy(kind), {"trainer": {"precision": precision}}
+    first = run(whole, "slots", SaveEverywhere(tmp_path), **more)
     resumed = toy(kind)
-    second = run(resumed, "slots", slots=None, ckpt=path, **more)
+    second = run(resumed, "slots", slots=None, ckpt=tmp_path / "0-end.ckpt", **more)
     assert torch.equal(weights(whole), weights(resumed))
     assert_same_logs(first, second)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"engine": "fast"}, "engine must be one of 'auto'"),
-        ({"slots": 0}, "slots must be at least 1"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        Federation(**options)
 
 
 class Scaled(ToyModule):
@@ -846,15 +716,9 @@ class Scaled(ToyModule):
 
 @pytest.mark.parametrize("local_steps", [1, 3])
 def test_slots_train_parameters_that_are_scalars(local_steps):
-    vectors = []
-    for engine in ("sequential", "slots"):
-        torch.manual_seed(0)
-        module, federation = Scaled(), Federation(local_steps=local_steps, engine=engine, seed=0)
-        trainer = toy_trainer(federation, max_epochs=2, gradient_clip_val=0.5)
-        trainer.fit(module, datamodule=toy_data(batch_size=4))
-        vectors.append(weights(module))
-    assert federation.rounds.clients.engine.slots is not None
-    assert torch.allclose(*vectors, atol=1e-6)
+    work = {"local_epochs": None, "local_steps": local_steps, "data": full_batches}
+    _, trainer = assert_agree(Scaled, trainer={"gradient_clip_val": 0.5}, **work)
+    assert slots_of(trainer) is not None
 
 
 class DroppingImages(ToyModule):
@@ -874,8 +738,4 @@ class DroppingImages(ToyModule):
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
 )
 def test_a_network_with_dropout_has_direct_layers_and_the_numbers_that_it_draws_alone(pads):
-    one, many = toy(DroppingImages), toy(DroppingImages)
-    run(one, "sequential")
-    trainer = run(many, "slots", pad_batches=pads)
-    assert trainer.callbacks[0].state_dict()["engine"]["slots"]["direct"] is True
-    torch.testing.assert_close(weights(many), weights(one), rtol=1e-5, atol=1e-6)
+    assert slots_of(assert_agree(DroppingImages, pad_batches=pads)[1])["direct"] is True

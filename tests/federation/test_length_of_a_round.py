@@ -15,7 +15,7 @@ from toys import ToyModule, toy_data, toy_trainer
 import fl_lightning
 import fl_lightning.callbacks.local_models
 import fl_lightning.flower.server.asynchronous
-import fl_lightning.flower.server.greeting
+import fl_lightning.flower.server.remote_clients
 import fl_lightning.nas.alpha_optimizer
 import fl_lightning.nas.sub_networks.rounds
 from fl_lightning import Federation

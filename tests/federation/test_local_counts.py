@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
-from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import Notes, ToyModule, federated, toy, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -66,12 +66,9 @@ class Noting(Warming):
         return super().training_step(batch, batch_idx)
 
 
-def fit(module, *callbacks, data=None, max_epochs=3, ckpt_path=None, trainer=(), **options):
-    seed_everything(0, verbose=False)
-    federation = Federation(**{"local_epochs": 2, "seed": 0, **options})
-    made = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **dict(trainer))
-    made.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt_path)
-    return made
+def fit(module, *callbacks, data=None, max_epochs=3, trainer=(), **options):
+    trainer, options = {"max_epochs": max_epochs, **dict(trainer)}, {"local_epochs": 2} | options
+    return federated(module, *callbacks, data=data, trainer=trainer, seed=0, **options).trainer
 
 
 def planned(data=None, epochs=2, size=8):
@@ -111,32 +108,19 @@ def test_a_schedule_by_steps_counts_local_steps(kind):
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3 * num_steps
 
 
-def test_a_run_is_resumed_at_the_step_of_its_schedule(tmp_path):
-    whole = Warming()
-    fit(whole, SaveEverywhere(tmp_path))
-    for moment in ("0-trained", "1-trained", "1-end"):
-        resumed = Warming()
-        fit(resumed, ckpt_path=tmp_path / f"{moment}.ckpt")
-        assert torch.equal(weights(resumed), weights(whole)), moment
-
-
-@pytest.mark.parametrize("local", [{"local_epochs": 2}, {"local_epochs": None, "local_steps": 1}])
-@pytest.mark.parametrize("kind", ["warm-up", "chained"])
-def test_slots_take_the_rate_of_each_step(kind, local, caplog):
+def assert_slots_agree(make, caplog, **options):
     ends = []
     for engine in ("sequential", "slots"):
-        seed_everything(0, verbose=False)
-        module = Warming(kind)
-        fit(
-            module,
-            engine=engine,
-            trainer={"precision": "64-true"},
-            data=toy_data(dtype=torch.float64),
-            **local,
-        )
+        data, module = toy_data(dtype=torch.float64), toy(make)
+        fit(module, engine=engine, trainer={"precision": "64-true"}, data=data, **options)
         ends.append(weights(module))
     assert "slots, as asked for" in caplog.text
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+
+
+def test_slots_take_the_rate_of_the_only_step_of_a_round(caplog):
+    """Of several steps: `test_every_way`."""
+    assert_slots_agree(partial(Warming, "chained"), caplog, local_epochs=None, local_steps=1)
 
 
 class CyclesMomentum(ToyModule):
@@ -154,18 +138,21 @@ def test_momentum_that_changes_from_step_to_step_is_for_one_after_the_other():
 
 def test_an_asynchronous_client_has_the_steps_of_the_version_that_it_began_from():
     module, num_steps = Noting(), planned()
-    fit(
+    trainer = fit(
         module,
         asynchronous=FedBuff(concurrency=4, buffer_size=2),
         devices=Devices(speeds=LogNormalSpeeds(sigma=1.0)),
         max_epochs=6,
     )
+    [federation] = [each for each in trainer.callbacks if isinstance(each, Federation)]
+    versions = [federation._calendar.arrivals.step(number).versions for number in range(6)]
+    assert any(version < n for n, began in enumerate(versions) for version in began.values())
     notes = module.notes.read()
-    stale = 0
     for round_, _, step, rate, _ in notes:
         assert rate == pytest.approx(0.2 * min(1.0, (step + 1) / WARM))
-        stale += step // num_steps < round_
-    assert stale
+        assert step // num_steps == round_
+    began = {(client, version) for each in versions for client, version in each.items()}
+    assert {(client, round_) for round_, client, *_ in notes} == began
 
 
 class PlateauBySteps(ToyModule):
@@ -382,18 +369,7 @@ class Annealed(ToyModule):
 
 
 def test_the_local_step_is_known_in_slots(caplog):
-    ends = []
-    for engine in ("sequential", "slots"):
-        module = Annealed()
-        fit(
-            module,
-            engine=engine,
-            trainer={"precision": "64-true"},
-            data=toy_data(dtype=torch.float64),
-        )
-        ends.append(weights(module))
-    assert "slots, as asked for" in caplog.text
-    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+    assert_slots_agree(Annealed, caplog)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
@@ -406,16 +382,6 @@ def test_that_global_step_counts_rounds_is_said_once_if_a_step_reads_it(engine, 
     assert "global_step" not in caplog.text
     fit(Annealed(lambda module: module.global_step), engine=engine)
     assert caplog.text.count("reads global_step while a client trains; it counts rounds") == 1
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_two_processes_take_the_same_rates():
-    ends = []
-    for trainer in ({}, {"devices": 2}):
-        module = Warming()
-        fit(module, trainer=trainer)
-        ends.append(weights(module))
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it

@@ -42,16 +42,13 @@ class View(nn.Module):
         return x.view(len(x), -1)  # wants the usual layout
 
 
-class Attention(ToyModule):
-    def __init__(self, **options):
-        super().__init__(**options)
-        block = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
-        self.net = nn.Sequential(
-            nn.Flatten(), nn.Unflatten(1, (48, 16)), block, nn.Flatten(), nn.Linear(768, 3)
-        )
+class Flat(ToyModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(768, 3))
 
 
-def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, dtype=None, **o):
+def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, **o):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = kind() if isinstance(kind, type) else kind
@@ -63,7 +60,7 @@ def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, dt
         seed=0,
     )
     trainer = validating_trainer(federation, *callbacks, max_epochs=2, **o)
-    data = FederatedDataModule(Images(dtype=dtype or torch.float32), num_clients=6, seed=0)
+    data = FederatedDataModule(Images(), num_clients=6, seed=0)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt)
     return module, trainer
 
@@ -82,30 +79,18 @@ def speedups_of(trainer):
     return trainer.callbacks[0].state_dict()["engine"]["speedups"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "tolerance"),
-    [
-        (torch.float32, {"gradient_clip_val": 0.1}, 1e-6),
-        (torch.float64, {"precision": "64-true"}, 1e-14),
-    ],
-)
-def test_the_same_model_after_two_rounds(dtype, options, tolerance):
-    plain, first = run(dtype=dtype, **options)
-    speedups = [s for s in SGD_SPEEDUPS if dtype == torch.float32 or s != "direct_layers"]
-    fast, second = run(speedups=speedups, dtype=dtype, **options)
-    torch.testing.assert_close(weights(fast), weights(plain), rtol=tolerance, atol=tolerance)
+def test_the_same_model_after_two_rounds_in_which_nothing_of_them_stays():
+    plain, first = run(gradient_clip_val=0.1)
+    fast, second = run(speedups=SGD_SPEEDUPS, gradient_clip_val=0.1)
+    torch.testing.assert_close(weights(fast), weights(plain), rtol=1e-6, atol=1e-6)
     assert not torch.equal(weights(fast), weights(plain))  # they took part
+    assert all(p.is_contiguous() for p in fast.parameters())
+    assert not any("forward" in vars(layer) for layer in fast.modules())
+    assert second.optimizers[0].param_groups[0]["fused"] is None
     for name in ("train/loss", "train/accuracy", "val/loss"):
         assert float(second.callback_metrics[name]) == pytest.approx(
             float(first.callback_metrics[name]), rel=1e-5
         )
-
-
-def test_nothing_of_it_stays_in_the_model():
-    module, trainer = run(speedups=SGD_SPEEDUPS)
-    assert all(p.is_contiguous() for p in module.parameters())
-    assert not any("forward" in vars(layer) for layer in module.modules())
-    assert trainer.optimizers[0].param_groups[0]["fused"] is None
 
 
 def test_every_step_of_every_client_has_the_layout():
@@ -118,15 +103,6 @@ def test_every_step_of_every_client_has_the_layout():
 
     run(Seen, speedups=["channels_last"])
     assert layouts == {(27, 1, 9, 3)}
-
-
-def test_math_attention_in_half_precision():
-    plain, _ = run(Attention, precision="bf16-mixed")
-    fast, _ = run(Attention, speedups=["math_attention"], precision="bf16-mixed")
-    torch.testing.assert_close(weights(fast), weights(plain), rtol=0.05, atol=0.02)
-    exact, _ = run(Attention)
-    math, _ = run(Attention, speedups=["math_attention"])
-    torch.testing.assert_close(weights(math), weights(exact), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("long_run")
@@ -145,7 +121,7 @@ def test_auto_measures_says_and_keeps(tmp_path, caplog):
 def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch):
     expected, _ = run(Conv, "auto", None, SaveEverywhere(tmp_path))
     monkeypatch.undo()  # by itself it would choose none
-    for moment in ("0-trained", "0-end", "1-trained"):
+    for moment in ("0-trained", "0-end"):
         module, trainer = run(Conv, "auto", None, ckpt=tmp_path / f"{moment}.ckpt")
         assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
         assert torch.equal(weights(module), weights(expected)), moment
@@ -215,14 +191,8 @@ def test_a_short_run_is_plain():
 @pytest.mark.parametrize(
     ("module", "speedup", "options", "message"),
     [
-        (Attention, "channels_last", {}, "no convolution"),
+        (Flat, "channels_last", {}, "no convolution"),
         (Conv, "fused_optimizer", {"accumulate_grad_batches": 2}, "accumulation"),
-        (
-            Conv,
-            "turbo",
-            {},
-            r"speedups must be a list \(each entry one of 'direct_layers', 'channels_last'",
-        ),
     ],
 )
 def test_what_does_not_apply_is_refused(module, speedup, options, message):

@@ -1,10 +1,12 @@
 """Updates on their way in a run: nothing where nothing is done, and real bytes, memories, refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from test_masks import Masked, NewMasks, some_masks
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, ToyModule, federated, toy_data, weights
 
 from fl_lightning import ConfigurationError, Federation, UniformCohort
 from fl_lightning.client.local_training import LocalTrainer
@@ -22,14 +24,12 @@ COMPRESSED = [ErrorFeedback([TopK(0.3), QSGD(4)])]
 
 
 def run(updates, callbacks=(), ckpt_path=None, module=None, cohort=3, trainer=None, **options):
-    seed_everything(0, verbose=False)
-    module = (module or (lambda: ToyModule(dropout=0.2)))()
-    options = {"local_steps": 2, "engine": "sequential", **options}
-    federation = Federation(cohort=UniformCohort(size=cohort), updates=updates, **options)
-    trainer = toy_trainer(federation, *callbacks, **(trainer or {}))
-    data = toy_data(num_clients=6, batch_size=4, drop_last=True)
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return module, federation
+    options = {"local_steps": 2, "engine": "sequential", "updates": updates, **options}
+    given = {"data": toy_data(batch_size=4, drop_last=True), "ckpt_path": ckpt_path}
+    options |= {"cohort": UniformCohort(size=cohort), "trainer": trainer}
+    module = module or partial(ToyModule, dropout=0.2)
+    fitted = federated(module, ahead=callbacks, **given, **options)
+    return fitted.module, fitted.federation
 
 
 class NoteUpdates(Callback):
@@ -96,20 +96,6 @@ def test_the_server_gets_what_a_real_message_brings_and_bytes_are_its_own(transf
     assert federation.rounds.record.facts()["round/compression_error"] > 0
 
 
-def test_slots_send_what_one_after_the_other_sends(monkeypatch):
-    alone = NoteUpdates(monkeypatch)
-    run(COMPRESSED, callbacks=[alone], module=ToyModule)
-    first = {(u.client_id, i // 3): u.delta for i, u in enumerate(alone.received)}
-    together = NoteUpdates(monkeypatch)
-    _, federation = run(COMPRESSED, callbacks=[together], module=ToyModule, engine="slots")
-    assert federation.rounds.clients.engine.slots is not None
-    second = {(u.client_id, i // 3): u.delta for i, u in enumerate(together.received)}
-    assert first.keys() == second.keys()
-    # rounding may tip a number over a level of the quantiser, or another one into the largest
-    close = [torch.isclose(first[key], second[key], atol=1e-5).float().mean() for key in first]
-    assert sum(close) / len(close) > 0.95
-
-
 def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypatch):
     """Of every client: Σ Δ = Σ Δ' + memory."""
     noted, deltas = NoteUpdates(monkeypatch), []
@@ -130,30 +116,10 @@ def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypa
         assert torch.allclose(sent, total + memories.get("error feedback", client), atol=1e-5)
 
 
-WAYS = {
-    "feedback": {"updates": COMPRESSED},
-    "low rank": {"updates": [ErrorFeedback([PowerSGD(1), QSGD(8, block=16)])]},
-    "download": {"updates": None, "download": [QSGD(4)]},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_resuming_goes_on_with_the_memories(way, tmp_path):
-    module, _ = run(callbacks=[SaveEverywhere(tmp_path)], **WAYS[way])
-    for moment in ("0-trained", "1-trained", "1-end", "2-trained"):
-        resumed, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", **WAYS[way])
-        assert torch.equal(weights(resumed), weights(module)), moment
-    if way == "feedback":
-        with pytest.raises(ConfigurationError, match=r"another updates.*top-k"):
-            run([TopK(0.5)], ckpt_path=tmp_path / "1-end.ckpt")
-
-
-def test_two_processes_are_one_run():
-    options = {"cohort": 4, "aggregator": None}
-    alone, _ = run(COMPRESSED, **options, trainer={"max_epochs": 3})
-    two = {"max_epochs": 3, "devices": 2}
-    together, _ = run(COMPRESSED, **options, trainer=two)
-    assert torch.allclose(weights(alone), weights(together), atol=1e-6)
+def test_another_compression_is_no_continuation(tmp_path):
+    run(COMPRESSED, callbacks=[SaveEverywhere(tmp_path)], trainer={"max_epochs": 1})
+    with pytest.raises(ConfigurationError, match=r"another updates.*top-k"):
+        run([TopK(0.5)], ckpt_path=tmp_path / "0-end.ckpt")
 
 
 def test_memories_follow_a_mask_that_changes():
@@ -226,20 +192,14 @@ def test_a_transform_that_derives_from_nothing_takes_part(updates):
 @pytest.mark.parametrize(
     ("updates", "says"),
     [
-        ([TopK(0.1), PowerSGD()], "put it before every other"),
-        ([RandomK(0.5), ErrorFeedback([PowerSGD()])], "put it before every other"),
-        ([Affine(8), ErrorFeedback([TopK(0.1)])], "put it before every other"),
-        ([QSGD(), Sign()], "quantise once"),
+        ([RandomK(0.5), ErrorFeedback([PowerSGD()])], r"federation\.updates: .*put it before"),
+        ([QSGD(), Sign()], r"federation\.updates: .*quantise once"),
+        ([ErrorFeedback([TopK(0.1)]), QSGD()], "ErrorFeedback must come last"),
     ],
 )
 def test_orders_that_make_no_sense_are_refused_at_once(updates, says):
-    with pytest.raises(ConfigurationError, match=rf"federation\.updates: .*{says}"):
+    with pytest.raises(ConfigurationError, match=says):
         Federation(updates=updates)
-
-
-def test_what_follows_a_feedback_is_refused_at_once():
-    with pytest.raises(ConfigurationError, match="ErrorFeedback must come last"):
-        Federation(updates=[ErrorFeedback([TopK(0.1)]), QSGD()])
 
 
 def test_the_cost_is_told_before_the_first_client_trains(caplog):

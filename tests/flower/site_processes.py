@@ -25,7 +25,7 @@ from fl_lightning.models import ImageClassifier
 
 # of tests that train: Lightning warns of small data, of a missing logger, ...
 OF_RUNS = [
-    pytest.mark.usefixtures("run_folder"),
+    pytest.mark.usefixtures("in_an_empty_folder"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 

@@ -10,7 +10,7 @@ from fl_lightning.flower.messages import (
 )
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.greeting import ClientsAtSites, Counted, Greeting
+from fl_lightning.flower.server.remote_clients import ClientsAtSites, Counted
 from fl_lightning.flower.site.sums import SiteSums
 
 RUN = "a" * 32
@@ -98,5 +98,7 @@ class SumSites:
 
 def remote(sites):
     """Return the clients of a run as a server asks them."""
-    greeting = Greeting("seed_everything: 0", Counted(RUN), None, lambda: None)
-    return ClientsAtSites(Correspondence(sites, deadline=5.0), greeting, SITE_OF)
+    asked = Correspondence(sites, deadline=5.0)
+    clients = ClientsAtSites(asked, "seed_everything: 0", Counted(RUN), None, lambda: None)
+    clients.site_of |= SITE_OF
+    return clients

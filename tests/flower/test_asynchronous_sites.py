@@ -16,7 +16,7 @@ from flower.site_processes import (
     simulated,
     three_sites,
 )
-from flower.test_random_kills import Server
+from flower.test_runs_that_go_on import train_with_kills
 from flower.test_same_bits import HELD_OUT, MASKED, PERSONAL, SPARSE, built
 
 from fl_lightning.client import Devices, LogNormalSpeeds
@@ -130,9 +130,11 @@ def test_answers_in_the_order_of_virtual_time_end_in_the_simulations_bits(tmp_pa
         | {
             "data__init_args__num_clients": 4,
             "federation__asynchronous": built("server.FedBuff", concurrency=3, buffer_size=2),
+            "federation__local_epochs": None,
+            "federation__local_steps": 3,
         }
     )
-    order = virtual_order(4, num_steps=11, concurrency=3, buffer_size=2)
+    order = virtual_order(4, num_steps=3, concurrency=3, buffer_size=2)
     with three_sites(config, {name: (at,) for at, name in enumerate("abcd")}) as sites:
         channel = InOrder(sites, order)
         network = over_network(sites, config, tmp_path / "network", channel=channel)
@@ -162,23 +164,11 @@ def test_any_kills_end_in_the_bits_of_what_is_on_record(seed, tmp_path):
     rounds, draws = 40, random.Random(seed)
     config = configuration(**WITH_MEMORY | {"trainer__max_epochs": rounds})
     victims = ["server", draws.choice([*CLIENTS]), draws.choice([*CLIENTS, "server"])]
-    killed, until = 0, time.monotonic() + 400
+    pauses = (draws.uniform(*ends) for ends in ((6, 10), (2, 6), (2, 6), (0, 0)))
     with three_sites(config) as sites:
-        server = Server(sites, config, tmp_path / "network")
-        due = time.monotonic() + draws.uniform(6, 10)
-        while not server.is_done() and time.monotonic() < until:
-            if killed < len(victims) and time.monotonic() > due:
-                if victims[killed] == "server":
-                    server.kill()
-                else:
-                    sites.kill(victims[killed])
-                    sites.start(victims[killed])
-                killed, due = killed + 1, time.monotonic() + draws.uniform(2, 6)
-            time.sleep(0.01)
-        server.process.kill()
-        server.process.join()
+        assert train_with_kills(sites, config, tmp_path / "network", victims, pauses)
     network = last(tmp_path / "network")
-    assert (network["epoch"], killed) == (rounds - 1, len(victims))
+    assert network["epoch"] == rounds - 1
     file, rows = record(tmp_path / "network")
     arrived = [(row["client"], row["version"]) for row in rows if row["lost"] == "0"]
     assert len(arrived) == len(set(arrived)) == 2 * rounds

@@ -153,16 +153,3 @@ def test_sites_with_different_keys_are_refused_at_the_door(tmp_path):
         sites.start("b")
         with pytest.raises(ConfigurationError, match="a has another sum_key than b"):
             over_network(sites, config, tmp_path / "network")
-
-
-@pytest.mark.parametrize(
-    "options", [{"fraction": 0.5}, {"paillier": {"class_path": "fl_lightning.secure.Paillier"}}]
-)
-def test_what_cannot_be_over_sites_is_refused(options, tmp_path):
-    mean = {"class_path": "fl_lightning.secure.EncryptedMean", "init_args": options}
-    config = configuration(federation__aggregator=mean)
-    with (
-        three_sites(config, {"a": range(6)}) as sites,
-        pytest.raises(ConfigurationError, match="EncryptedMean with CKKS and fraction: 1"),
-    ):
-        over_network(sites, config, tmp_path / "network")

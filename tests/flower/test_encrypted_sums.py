@@ -17,9 +17,9 @@ from fl_lightning.flower.documents import document_of, read_document
 from fl_lightning.flower.messages import OrderRefused
 from fl_lightning.flower.policy import Refused
 from fl_lightning.flower.server import sums as server_sums
-from fl_lightning.flower.server.greeting import SiteFacts
+from fl_lightning.flower.server.remote_clients import SiteFacts
 from fl_lightning.flower.server.sums import EncryptedOverSites
-from fl_lightning.flower.site.sums import MOST_OPENINGS
+from fl_lightning.flower.site import sums as site_sums
 from fl_lightning.flower.sums import (
     KEY,
     MESSAGE,
@@ -60,7 +60,7 @@ def expected(sites, clients=CLIENTS):
     return torch.from_numpy(sum(sites.vectors[c] for c in clients))
 
 
-def test_the_opened_sum_is_that_of_the_vectors(tmp_path):
+def test_the_opened_sum_is_that_of_the_vectors_and_shows_neither_them_nor_keys(tmp_path):
     sites = Sites(tmp_path)
     opened, lost = added(sites)
     assert (opened.total - expected(sites)).abs().max() < 6 * FLOOD
@@ -68,18 +68,9 @@ def test_the_opened_sum_is_that_of_the_vectors(tmp_path):
     assert lost == {}
     ciphertext = 213_000
     assert all(ciphertext < opened.cost.bytes_up[c] < 2.5 * ciphertext for c in CLIENTS)
-
-
-def test_what_is_counted_is_what_was_on_the_wire(tmp_path):
-    sites = Sites(tmp_path)
-    opened, _ = added(sites)
     told = [*opened.cost.bytes_up.values(), *opened.cost.bytes_down.values()]
     assert sum(told) == pytest.approx(sum(map(len, sites.heard)), abs=len(sites.heard))
-
-
-def test_neither_key_nor_vector_is_ever_on_the_wire(tmp_path):
-    sites = Sites(tmp_path)
-    added(sites)
+    # neither a key nor a vector is ever on the wire
     sealed = (tmp_path / "a" / "sealed.key").read_bytes()
     keys = SumKey(tmp_path / "sum.key").run_key(sealed, RUN, CKKSParameters())
     secret = [
@@ -116,10 +107,12 @@ def test_a_site_that_was_started_again_goes_on(tmp_path):
     assert (again.total - expected(sites)).abs().max() < 6 * FLOOD
 
 
-def test_one_sum_is_not_opened_until_the_mean_of_its_noise_is_gone(tmp_path):
+def test_one_sum_is_not_opened_until_the_mean_of_its_noise_is_gone(tmp_path, monkeypatch):
+    assert site_sums.MOST_OPENINGS < 100
+    monkeypatch.setattr(site_sums, "MOST_OPENINGS", 3)
     sites = Sites(tmp_path)
-    opened = [added(sites)[0].total for _ in range(MOST_OPENINGS)]
-    assert len({tuple(each.tolist()) for each in opened}) == MOST_OPENINGS
+    opened = [added(sites)[0].total for _ in range(3)]
+    assert len({tuple(each.tolist()) for each in opened}) == 3
     sites.start("a")
     with pytest.raises(RoundFailure, match="site a has not opened the encrypted sum"):
         added(sites)
@@ -145,7 +138,7 @@ def test_clients_of_a_site_that_is_gone_are_left_out_and_named(tmp_path):
         added(sites)
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", ["bf16", "a table", "bytes", "no bytes", "infinite"])
 def test_numbers_in_place_of_a_message_leave_the_site_out_or_end_the_run(numbers, tmp_path):
     sites, lies = Sites(tmp_path), {"b": "encrypt"}
 
@@ -167,15 +160,12 @@ def test_numbers_in_place_of_a_message_leave_the_site_out_or_end_the_run(numbers
         added(fresh)
 
 
-def test_too_few_clients_are_not_added(tmp_path):
+def test_too_few_clients_are_not_added_or_not_opened(tmp_path):
     sites = Sites(tmp_path)
     fails_at(sites, "b", "encrypt")
     with pytest.raises(RoundFailure, match="1 vectors are left for the encrypted sum"):
         added(sites, (0, 2, 3))
-
-
-def test_a_sum_that_nobody_opens_fails_with_a_sentence(tmp_path):
-    sites = Sites(tmp_path, fewest_in_secure_sum=6)
+    sites = Sites(tmp_path / "wary", fewest_in_secure_sum=6)
     fails_at(sites, "b", "encrypt")
     with pytest.raises(RoundFailure, match=r"round 1: site a has not opened .* does not allow"):
         added(sites)
@@ -226,11 +216,6 @@ class Encrypted:
         return self.ask(site, "open", (), tuple(named), **tensors).tensors[OPENED]
 
 
-def test_a_server_that_follows_the_rules_has_the_sum_opened(round_of_a):
-    values = round_of_a.opened()
-    assert (values - expected(round_of_a.sites)).abs().max() < 6 * FLOOD
-
-
 def test_no_clients_own_vector_is_opened(round_of_a):
     for client in CLIENTS:
         alone = round_of_a.messages[client]
@@ -245,8 +230,9 @@ def test_no_clients_own_vector_is_opened(round_of_a):
 
 
 def test_one_sum_of_a_round_is_opened_and_by_one_site(round_of_a):
-    round_of_a.opened()
-    round_of_a.opened()  # the same
+    values = round_of_a.opened()
+    assert (values - expected(round_of_a.sites)).abs().max() < 6 * FLOOD
+    assert not torch.equal(values, round_of_a.opened())  # the same sum, under new noise
     round_of_a.sites.start("a")
     for clients in (CLIENTS[1:], CLIENTS[:3]):
         with pytest.raises(OrderRefused, match="opened the sum of"):
@@ -258,10 +244,6 @@ def test_one_sum_of_a_round_is_opened_and_by_one_site(round_of_a):
         round_of_a.opened("b", CLIENTS[1:])
     with pytest.raises(OrderRefused, match="encrypted for a to open it"):
         round_of_a.encrypt("c")
-
-
-def test_the_same_sum_that_is_opened_again_is_as_private(round_of_a):
-    assert not torch.equal(round_of_a.opened(), round_of_a.opened())  # noise is new
 
 
 def test_messages_of_another_round_are_not_opened(round_of_a):
@@ -284,14 +266,14 @@ def test_messages_of_another_round_are_not_opened(round_of_a):
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_a_changed_sum_is_not_opened(round_of_a, place, bit):
     total = round_of_a.total(CLIENTS)
     changed = bytearray(total.ciphertexts[0])
     changed[place % len(changed)] ^= 1 << bit
-    with pytest.raises(OrderRefused, match=r"not the sum|not below its prime"):
+    with pytest.raises(OrderRefused, match=r"not the sum|not below its modulus"):
         round_of_a.opened(total=replace(total, ciphertexts=(bytes(changed),)))
 
 
@@ -346,30 +328,24 @@ SENDER = {"client": 0, "nonce": "00" * 16, "fewest": 2}
 CHANGES = [
     {"stage": "decrypt"},
     {"senders": [SENDER | {"nonce": "zz"}]},
-    {"senders": [SENDER | {"nonce": "00" * 15}]},
     {"senders": [SENDER | {"nonce": "0A" * 16}]},
     {"senders": [SENDER | {"fewest": 1}]},
-    {"senders": [SENDER | {"client": "0"}]},
     {"senders": [0]},
-    {"senders": None},
     {"clients": [0, 0]},
     {"opener": "../x"},
     {"more": 1},
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_not_agreed_is_refused(change, tmp_path):
-    sites = Sites(tmp_path)
-    options = document_of(EncryptedStage("key", "a", CLIENTS))
-    with pytest.raises(OrderRefused) as refused:
-        sites.sums["a"].follow(order("sum", (), options | change))
-    assert refused.value.category == "message"
-
-
-def test_what_is_agreed_comes_back_as_it_was():
+def test_what_is_not_agreed_is_refused(tmp_path):
     stage = EncryptedStage("open", "a", (0, 4), (Sender(4, bytes(16), 3),))
     assert read_document(EncryptedStage, document_of(stage)) == stage
+    sites = Sites(tmp_path)
+    options = document_of(EncryptedStage("key", "a", CLIENTS))
+    for change in CHANGES:
+        with pytest.raises(OrderRefused) as refused:
+            sites.sums["a"].follow(order("sum", (), options | change))
+        assert refused.value.category == "message", change
 
 
 ONE, OTHER = "1f" * 8, "2f" * 8  # fingerprints of keys
@@ -397,6 +373,7 @@ def test_a_sum_that_is_larger_than_a_site_takes_is_refused_at_the_door():
 
 def check(keys, size=10, most_bytes=10**9):
     about = {"batch_size": 1, "drop_last": False, "precision": "32-true", "signing": ""}
+    about["largest"] = ""
     none = {"clients": {}, "held_out": {"validation": {}, "test": {}}}
     sites = {
         site: SiteFacts(sum_key=key, most_bytes=most_bytes, **about, **none)

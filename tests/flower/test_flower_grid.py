@@ -1,5 +1,6 @@
 """Bytes over Flower's messages, and a channel over a grid that answers as Flower does."""
 
+import asyncio
 import os
 import re
 import threading
@@ -14,6 +15,7 @@ from flwr.app.message import make_message
 from flwr.app.metadata import Metadata
 from flwr.supercore.task_identity import TaskIdentity
 
+from fl_lightning.flower.network.folder import make_network
 from fl_lightning.flower.network.gate import make_gate
 from fl_lightning.flower.transport.channel import packed, unpacked
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE, GridChannel, turn
@@ -72,21 +74,20 @@ def _no_pauses(monkeypatch):
     monkeypatch.setattr("fl_lightning.flower.transport.grid._POLL_SECONDS", 0.01)
 
 
-def there(channel, names):
+def channel_of(grid, known=None, names=None):
+    """A channel that knows by now who is there."""
+    channel = GridChannel(grid, known)
     channel.sites()
-    assert channel.sites() == names
+    assert channel.sites() == (names or sorted(grid.names.values()))
+    return channel
 
 
-def test_bytes_are_carried_as_they_are():
+def test_bytes_are_carried_as_they_are_and_each_order_has_one_outcome():
     message = bytes(range(256)) * 10
     assert unpacked(packed(message)) == message
     assert unpacked(RecordDict({"message": ConfigRecord({"a": 1})})) is None
-
-
-def test_each_order_has_one_outcome():
     grid = Grid({7: "a", 9: "b"})
-    channel = GridChannel(grid)
-    there(channel, ["a", "b"])
+    channel = channel_of(grid)
     channel.send("a", b"x", 60)
     channel.send("b", b"y", 60)
     assert channel.sites() == []
@@ -101,8 +102,7 @@ def test_each_order_has_one_outcome():
 
 def test_an_order_that_is_given_up_is_not_answered_any_more():
     grid = Grid({7: "a"})
-    channel = GridChannel(grid)
-    there(channel, ["a"])
+    channel = channel_of(grid)
     for content in (b"x", b"y"):
         channel.send("a", content, 60)
     for id_, _, content in grid.orders:
@@ -113,35 +113,34 @@ def test_an_order_that_is_given_up_is_not_answered_any_more():
 @pytest.mark.parametrize("reply", [Error(2, "patient 17"), RecordDict()])
 def test_an_error_of_flowers_and_an_empty_answer_are_losses(reply, caplog):
     grid = Grid({7: "a"})
-    channel = GridChannel(grid)
-    there(channel, ["a"])
+    channel = channel_of(grid)
     channel.send("a", b"x", 60)
     grid.reply(grid.orders[0][0], reply)
     assert channel.receive(1) == [("a", None)]
     assert "site a: no reply to its order" in caplog.text
     assert "patient 17" not in caplog.text
-    there(channel, ["a"])  # it has answered a query since
+    channel.sites()
+    assert channel.sites() == ["a"]  # it has answered a query since
+    grid.online.clear()
+    assert channel.sites() == []
 
 
 def test_an_order_that_got_lost_on_its_way_is_lost_and_not_waited_for(monkeypatch):
     """A run waited for an hour after a kill of the program that had the message in its hands."""
     monkeypatch.setattr("fl_lightning.flower.transport.grid._DOUBT_SECONDS", 0.0)
     grid = Grid({7: "a"})
-    channel = GridChannel(grid)
-    there(channel, ["a"])
+    channel = channel_of(grid)
     channel.send("a", b"x", 3600)
     grid.state = "busy"
     assert channel.receive(0.2) == []
     grid.state = "idle"
     assert channel.receive(5) == [("a", None)]
-    there(channel, ["a"])
 
 
 def test_an_answer_that_comes_before_its_site_says_it_is_idle_counts(monkeypatch):
     monkeypatch.setattr("fl_lightning.flower.transport.grid._DOUBT_SECONDS", 0.0)
     grid = Grid({7: "a"})
-    channel = GridChannel(grid)
-    there(channel, ["a"])
+    channel = channel_of(grid)
     channel.send("a", b"x", 3600)
     channel.sites()
     channel.sites()  # the site has said once that it is idle
@@ -170,36 +169,23 @@ def test_a_second_run_waits_for_its_turn(tmp_path, monkeypatch, capsys):
 
 
 def test_a_node_cannot_pose_as_another_site():
-    channel = GridChannel(Grid({7: "a", 9: "a"}), {7: "a", 9: "b"})
-    there(channel, ["a"])
+    channel = channel_of(Grid({7: "a", 9: "a"}), {7: "a", 9: "b"}, names=["a"])
     channel.send("b", b"x", 60)
     assert channel.receive(1) == [("b", None)]
 
 
-def test_who_goes_offline_is_not_there():
-    grid = Grid({7: "a"})
-    channel = GridChannel(grid)
-    there(channel, ["a"])
-    grid.online.clear()
-    assert channel.sites() == []
+REQUESTS = [
+    ("/v1/control/start-run", "POST", 404),
+    ("/v1/runtime/acquire-task", "POST", 404),
+    ("/v1/fleet/../control/start-run", "POST", 404),
+    ("/v1/fleet/%2e%2e/control/start-run", "POST", 404),
+    ("/v1/fleet/get-run/../../control/start-run", "POST", 404),
+    ("/v1/fleet/get-run", "GET", 405),
+    ("/v1/fleet/get-run", "POST", 503),  # let through, to where nobody is
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "method", "code"),
-    [
-        ("/v1/control/start-run", "POST", 404),
-        ("/v1/runtime/acquire-task", "POST", 404),
-        ("/v1/fleet/../control/start-run", "POST", 404),
-        ("/v1/fleet/%2e%2e/control/start-run", "POST", 404),
-        ("/v1/fleet/get-run", "GET", 405),
-        ("/v1/fleet/get-run", "POST", 503),  # let through, to where nobody is
-    ],
-)
-def test_the_gate_lets_sites_requests_through_and_nothing_else(path, method, code, tmp_path):
-    import asyncio
-
-    from fl_lightning.flower.network.folder import make_network
-
+def test_the_gate_lets_sites_requests_through_and_nothing_else(tmp_path):
     network = make_network(tmp_path / "n", "localhost:1", ["a"])
     gate = make_gate("https://127.0.0.1:1", str(network.server / "ca.crt"))
     sent = []
@@ -210,15 +196,10 @@ def test_the_gate_lets_sites_requests_through_and_nothing_else(path, method, cod
     async def send(message):
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [],
-        "server": ("localhost", 1),
-        "scheme": "https",
-    }
-    asyncio.run(gate(scope, receive, send))
-    assert sent[0]["status"] == code
+    scope = {"type": "http", "query_string": b"", "headers": [], "scheme": "https"}
+    scope["server"] = ("localhost", 1)
+    for path, method, code in REQUESTS:
+        sent.clear()
+        asked = {**scope, "method": method, "path": path, "raw_path": path.encode()}
+        asyncio.run(gate(asked, receive, send))
+        assert sent[0]["status"] == code, path

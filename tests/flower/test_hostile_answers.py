@@ -19,10 +19,10 @@ from fl_lightning.core.plain_json import MessageError
 from fl_lightning.data import Digits, FederatedDataModule
 from fl_lightning.flower.documents import document_of, read_document
 from fl_lightning.flower.messages import Answer, Order
-from fl_lightning.flower.packing import metric_sums_of
+from fl_lightning.flower.packing import read_metrics
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.elsewhere import DataElsewhere, WorkElsewhere
-from fl_lightning.flower.server.greeting import SiteFacts, facts_of
+from fl_lightning.flower.server.remote_clients import SiteFacts, facts_of
 
 pytestmark = OF_RUNS
 LARGEST = 2**63 - 1
@@ -55,40 +55,21 @@ class Lying(Between):
         return lie(answer).to_bytes()
 
 
-def of_tensors(tensors):
-    """Lies that put numbers in the place of each tensor of an answer, and leave it out."""
-    for name, numbers in tensors.items():
-        yield (
-            name,
-            lambda answer, numbers=numbers: replace(
-                answer,
-                tensors={
-                    n: t if n.endswith("payload") else numbers for n, t in answer.tensors.items()
-                },
-            ),
-        )
-    yield "no tensors", lambda answer: replace(answer, tensors={})
+def of_tensors(change, end=""):
+    """A lie that changes the tensors of an answer whose names end so; one changed to None is left out."""
+
+    def lie(answer):
+        told = {n: change(t) if n.endswith(end) else t for n, t in answer.tensors.items()}
+        return replace(answer, tensors={n: t for n, t in told.items() if t is not None})
+
+    return lie
 
 
-def of_payloads():
-    def changed(change):
-        return lambda answer: replace(
-            answer,
-            tensors={
-                n: change(t) if n.endswith("payload") else t for n, t in answer.tensors.items()
-            },
-        )
-
-    yield "half of it", changed(lambda payload: payload[: len(payload) // 2])
-    yield "nothing in it", changed(lambda payload: payload[:0])
-    yield "other bytes", changed(lambda payload: torch.zeros_like(payload))
-    yield "twice", changed(lambda payload: torch.cat([payload, payload]))
-    yield (
-        "the weight of a billion examples",
-        changed(lambda payload: with_numbers(payload, 2, 10**9)),
+def of_clients(**fields):
+    """A lie in fields of every client's answer."""
+    return lambda answer: replace(
+        answer, clients=tuple(replace(client, **fields) for client in answer.clients)
     )
-    yield "numbers of 1e30", changed(partial(with_entries, value=1e30))
-    yield "a billion steps", changed(lambda payload: with_numbers(payload, 3, 10**9))
 
 
 def with_numbers(payload, at, number):
@@ -105,83 +86,74 @@ def with_entries(payload, value):
     return as_tensor(write("update", fields, tensors | entries))
 
 
-def of_too_large_entries():
-    """Lies whose entries are finite, and too large for an exact sum."""
-    changed = partial(with_entries, value=1e15)
-    yield (
-        "numbers of 1e15",
-        lambda answer: replace(
-            answer,
-            tensors={
-                n: changed(t) if n.endswith("payload") else t for n, t in answer.tensors.items()
-            },
-        ),
+def in_place_of_memory(numbers):
+    """A lie about all tensors but the update."""
+    return lambda answer: replace(
+        answer,
+        tensors={n: t if n.endswith("payload") else numbers for n, t in answer.tensors.items()},
     )
 
 
-def of_too_large_memories():
-    """Lies about the change of a correction's memory, which the server adds up exactly as well."""
-    yield (
-        "a memory of 1e15",
-        lambda answer: replace(
-            answer,
-            tensors={
-                n: torch.full_like(t, 1e15) if n.endswith("change") else t
-                for n, t in answer.tensors.items()
-            },
-        ),
-    )
+OF_TENSORS = {
+    **{name: in_place_of_memory(numbers) for name, numbers in NUMBERS.items()},
+    "no tensors": of_tensors(lambda tensor: None),
+    "half of it": of_tensors(lambda payload: payload[: len(payload) // 2], "payload"),
+    "nothing in it": of_tensors(lambda payload: payload[:0], "payload"),
+    "other bytes": of_tensors(torch.zeros_like, "payload"),
+    "twice": of_tensors(lambda payload: torch.cat([payload, payload]), "payload"),
+    "a billion examples": of_tensors(lambda p: with_numbers(p, 2, 10**9), "payload"),
+    "numbers of 1e30": of_tensors(partial(with_entries, value=1e30), "payload"),
+    "a billion steps": of_tensors(lambda p: with_numbers(p, 3, 10**9), "payload"),
+}
+# entries, and the change of a correction's memory: finite, and too large for an exact sum
+TOO_LARGE = {
+    "numbers of 1e15": of_tensors(partial(with_entries, value=1e15), "payload"),
+    "a memory of 1e15": of_tensors(lambda t: torch.full_like(t, 1e15), "change"),
+}
 
 
-def of_losses():
-    cases = [("train/loss", value) for value in (torch.nan, torch.inf)]
-    cases += [("train/loss per example", weight) for weight in (torch.nan, torch.inf, -1.0, 1e30)]
-    for name, value in cases:
-        metrics = {"train/loss": torch.tensor(1.0)} | {name: torch.tensor(value)}
-        yield (
-            f"a {name} of {value}",
-            lambda answer, metrics=metrics: replace(
-                answer, clients=tuple(replace(each, metrics=metrics) for each in answer.clients)
-            ),
+def with_loss(name, value):
+    metrics = {"train/loss": torch.tensor(1.0)} | {name: torch.tensor(value)}
+    return of_clients(metrics=metrics)
+
+
+WEIGHT = "train/loss per example"
+LOSSES = [("train/loss", torch.nan), ("train/loss", torch.inf)]
+LOSSES += [(WEIGHT, value) for value in (torch.nan, torch.inf, -1.0, 1e30)]
+OF_LOSSES = {f"a {name} of {value}": with_loss(name, value) for name, value in LOSSES}
+STRANGE = ("round/seconds", "val/loss", "epoch", "train/loss_std", "lr-SGD", "a/b c", "ß")
+OF_METRICS = {
+    **{
+        f"a loss of {name}": of_clients(
+            metrics=dict.fromkeys(("train/loss", "other"), numbers.reshape(-1)[0])
         )
-
-
-def of_clients():
-    def changed(**fields):
-        return lambda answer: replace(
-            answer, clients=tuple(replace(client, **fields) for client in answer.clients)
+        for name, numbers in NUMBERS.items()
+        if numbers.numel()
+    },
+    "no metrics": of_clients(metrics={}),
+    "strange metrics": of_clients(metrics=dict.fromkeys(STRANGE, torch.tensor(1.0))),
+}
+OF_CLIENTS = {
+    **{
+        f"{field} {value}": of_clients(**{field: value})
+        for field, values in (
+            ("num_examples", (0, 1, LARGEST)),
+            ("num_steps", (0, 1, LARGEST)),
+            ("optimizer_steps", (0, 1, LARGEST, (), (1, 2, 3), None)),
+            ("effective_steps", (0.0, 1e-300, 1e308, None)),
         )
-
-    for field in ("num_examples", "num_steps", "optimizer_steps"):
-        for value in (0, 1, LARGEST):
-            yield f"{field} {value}", changed(**{field: value})
-    for steps in ((), (1, 2, 3), None):
-        yield f"optimizer_steps {steps}", changed(optimizer_steps=steps)
-    for steps in (0.0, 1e-300, 1e308, None):
-        yield f"effective_steps {steps}", changed(effective_steps=steps)
-    for name, numbers in NUMBERS.items():
-        if numbers.numel():
-            scalar = numbers.reshape(-1)[0]
-            yield f"a loss of {name}", changed(metrics={"train/loss": scalar, "other": scalar})
-    yield "no metrics", changed(metrics={})
-    names = ("round/seconds", "val/loss", "epoch", "train/loss_std", "lr-SGD", "a/b c", "ß")
-    yield "strange metrics", changed(metrics=dict.fromkeys(names, torch.tensor(1.0)))
-    yield "facts", changed(facts={"round/client_update_norm": 1e308, "epoch": 1.0})
-    yield "no facts", changed(facts={})
-    yield "no clients", lambda answer: replace(answer, clients=(), tensors={})
-
-
-def of_options():
-    for value in VALUES:
-        yield (
-            f"logged {value}",
-            lambda answer, value=value: replace(answer, options={"logged": value}),
-        )
-    yield "no options", lambda answer: replace(answer, options={})
-    for name, place in ((1, "x"), ("x", []), ("x", "accuracy")):
-        entry = [name, [], place]
-        yield f"logged {entry}", lambda answer, e=entry: replace(answer, options={"logged": [e]})
-
+        for value in values
+    },
+    **OF_METRICS,
+    "facts": of_clients(facts={"round/client_update_norm": 1e308, "epoch": 1.0}),
+    "no facts": of_clients(facts={}),
+    "no clients": lambda answer: replace(answer, clients=(), tensors={}),
+}
+LOGGED = [*VALUES, [[1, [], "x"]], [["x", [], []]], [["x", [], "accuracy"]]]
+OF_OPTIONS = {
+    f"logged {value}": lambda answer, value=value: replace(answer, options={"logged": value})
+    for value in LOGGED
+} | {"no options": lambda answer: replace(answer, options={})}
 
 SKIPPING = {
     "federation__on_client_failure": "skip",
@@ -213,19 +185,19 @@ def is_refused(lie, options):
 @pytest.mark.parametrize(
     ("options", "lies"),
     [
-        pytest.param(SCAFFOLD, [*of_tensors(NUMBERS), *of_payloads(), *of_losses()], id="tensors"),
-        pytest.param(FAIR, list(of_losses())[:1], id="losses"),
-        pytest.param(EXACT, [*of_too_large_entries(), *of_too_large_memories()], id="exact sums"),
-        pytest.param(NOVA | LOSSY, list(of_clients()), id="clients", marks=pytest.mark.slow),
-        pytest.param({}, list(of_options()), id="options", marks=pytest.mark.slow),
+        pytest.param(SCAFFOLD, OF_TENSORS | OF_LOSSES, id="tensors"),
+        pytest.param(FAIR, dict([*OF_LOSSES.items()][:1]), id="losses"),
+        pytest.param(EXACT, TOO_LARGE, id="exact sums"),
+        pytest.param(NOVA | LOSSY, OF_CLIENTS, id="clients", marks=pytest.mark.slow),
+        pytest.param({}, OF_OPTIONS, id="options", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_no_update_is_left_out(options, lies, tmp_path, recwarn):
     config = configuration(**SKIPPING, **options, trainer__max_epochs=len(lies))
     with three_sites(config) as sites:
-        channel = Lying(sites, "train", lies)
+        channel = Lying(sites, "train", lies.items())
         over_network(sites, config, tmp_path, channel=channel)
-    assert channel.told == [name for name, _ in lies]
+    assert channel.told == [*lies]
     network = last(tmp_path)
     assert network["epoch"] == len(lies) - 1
     assert all(bool(weight.isfinite().all()) for weight in network["state_dict"].values())
@@ -236,18 +208,17 @@ def test_what_is_no_update_is_left_out(options, lies, tmp_path, recwarn):
 
 @pytest.mark.slow
 def test_metrics_of_an_evaluation_that_no_site_could_mean_are_left_out(tmp_path):
-    lies = [lie for lie in of_clients() if "metrics" in lie[0] or "loss" in lie[0]]
     evaluated = built("ClientEvaluation", every_n_rounds=1)
     config = configuration(
         data__init_args__client_val_fraction=0.2,
         trainer__callbacks=[evaluated],
-        trainer__max_epochs=len(lies),
+        trainer__max_epochs=len(OF_METRICS),
     )
     with three_sites(config) as sites:
-        channel = Lying(sites, "evaluate", lies)
+        channel = Lying(sites, "evaluate", OF_METRICS.items())
         over_network(sites, config, tmp_path, channel=channel)
-    assert channel.told == [name for name, _ in lies]
-    assert last(tmp_path)["epoch"] == len(lies) - 1
+    assert channel.told == [*OF_METRICS]
+    assert last(tmp_path)["epoch"] == len(OF_METRICS) - 1
 
 
 def facts():
@@ -260,6 +231,7 @@ def facts():
         signing="1f" * 32,
         sum_key="",
         most_bytes=1000,
+        largest="",
     )
 
 
@@ -292,25 +264,22 @@ def test_states_of_metrics_that_are_not_finite_are_refused(value):
     for place, state in (("sum", "sum_value"), ("largest", "max_value")):
         logged, name = [["x", "x", place]], f"stage/metrics/{place}/{state}"
         none = module[place].metric_state[state].clone()
-        assert metric_sums_of(logged, {name: none}, module).states == {place: {state: none}}
+        assert read_metrics(logged, {name: none}, module).states == {place: {state: none}}
         with pytest.raises(ValueError, match=f"state {state} of its metric x is not finite"):
-            metric_sums_of(logged, {name: torch.full_like(none, value)}, module)
+            read_metrics(logged, {name: torch.full_like(none, value)}, module)
 
 
-def test_what_a_site_says_of_itself_comes_back_as_it_was():
-    assert read_document(SiteFacts, document_of(facts())) == facts()
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(SiteFacts)])
-def test_what_no_site_can_say_of_itself_is_refused(name):
+def test_what_a_site_says_of_itself_comes_back_and_nothing_else_is_taken():
     told = document_of(facts())
-    for value in VALUES:
-        if type(value) is type(told[name]) and value in (True, "", "x", LARGEST):
-            continue
-        with pytest.raises(MessageError):
-            read_document(SiteFacts, told | {name: value})
-    with pytest.raises(MessageError, match=f"has no {name}"):
-        read_document(SiteFacts, {n: value for n, value in told.items() if n != name})
+    assert read_document(SiteFacts, told) == facts()
+    for name in (field.name for field in fields(SiteFacts)):
+        for value in VALUES:
+            if type(value) is type(told[name]) and value in (True, "", "x", LARGEST):
+                continue
+            with pytest.raises(MessageError):
+                read_document(SiteFacts, told | {name: value})
+        with pytest.raises(MessageError, match=f"has no {name}"):
+            read_document(SiteFacts, {n: value for n, value in told.items() if n != name})
 
 
 @pytest.mark.parametrize(
@@ -322,40 +291,32 @@ def test_what_no_site_can_say_of_itself_is_refused(name):
         ),
         ({"clients": [[2, 1], [2, 1]]}, "clients must be of different clients"),
         ({"held_out": {"validation": [], "test": []}}, "held_out: validation is of other clients"),
-        ({"held_out": {"validation": [[2, 0], [3, 0]]}}, "held_out must be of validation, test"),
         ({"signing": "x" * 64}, "signing must be 64 hexadecimal digits"),
+        ({"largest": 1}, "largest must be a text"),
         ({"batch_size": 0}, "batch_size must be a whole number, at least 1"),
-        ({"more": 1}, "has 'more', which is not known"),
     ],
 )
-def test_a_site_that_says_nonsense_of_itself_is_named(change, said, tmp_path):
+def test_a_site_that_says_nonsense_of_itself_is_named(change, said):
+    answer = Answer(site="b", order="0" * 64, options=document_of(facts()) | change)
     with pytest.raises(ConfigurationError, match=f"site b: what it says of itself: .*{said}"):
-        facts_of({"b": answer_of(document_of(facts()) | change)})
+        facts_of({"b": answer})
 
 
-def answer_of(options):
-    return Answer(site="b", order="0" * 64, options=options)
-
-
-@pytest.mark.slow
-def test_a_lie_in_a_greeting_ends_the_run_before_it_begins(tmp_path):
-    config = configuration()
-    with three_sites(config) as sites:
-        channel = Lying(sites, "hello", [("hello", lambda answer: replace(answer, options={}))])
-        with pytest.raises(ConfigurationError, match="site b: what it says of itself: it has no"):
-            over_network(sites, config, tmp_path, channel=channel)
+# a CPU does not train in 16-mixed
+GREETINGS = [
+    (lambda told: {}, "site b: what it says of itself: it has no"),
+    (lambda told: {**told, "precision": "16-mixed"}, r"16-mixed: b\. .* bf16-mixed or 32-true"),
+]
 
 
 @pytest.mark.slow
-def test_sites_in_a_precision_with_a_common_scale_are_named(tmp_path):
+@pytest.mark.parametrize(("change", "said"), GREETINGS)
+def test_a_greeting_of_what_cannot_be_ends_the_run_before_it_begins(change, said, tmp_path):
     config = configuration()
-
-    def scaled(answer):
-        return replace(answer, options={**answer.options, "precision": "16-mixed"})
-
+    lies = [("hello", lambda answer: replace(answer, options=change(answer.options)))]
     with three_sites(config) as sites:
-        channel = Lying(sites, "hello", [("hello", scaled)])  # a CPU does not train in it
-        with pytest.raises(ConfigurationError, match=r"16-mixed: b\. .* bf16-mixed or 32-true"):
+        channel = Lying(sites, "hello", lies)
+        with pytest.raises(ConfigurationError, match=said):
             over_network(sites, config, tmp_path, channel=channel)
 
 
@@ -368,12 +329,11 @@ CALIBRATED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "one number"])
-@pytest.mark.parametrize("answers", [0, 2])
+@pytest.mark.parametrize(("answers", "name"), [(0, "bf16"), (2, "one number")])
 def test_a_calibration_ends_with_a_sentence_on_whose_sums_are_none(answers, name, tmp_path):
     """The sums for the head come in one order, the scores in two."""
-    numbers, config = NUMBERS[name], configuration(**CALIBRATED)
-    lies = [("nothing", lambda answer: answer)] * answers + list(of_tensors({name: numbers}))[:1]
+    config = configuration(**CALIBRATED)
+    lies = [("nothing", lambda answer: answer)] * answers + [(name, OF_TENSORS[name])]
     with three_sites(config) as sites:
         channel = Lying(sites, "calibrate", lies)
         with pytest.raises(ConfigurationError, match="calibration: client 2 at site b: "):

@@ -43,21 +43,12 @@ def read(data, kind, limit=LIMIT):
     return kind.from_bytes(data, limit=limit)
 
 
-@settings(max_examples=60)
-@given(any_order())
-def test_an_order_arrives_as_it_was_sent(order):
-    data = order.to_bytes()
-    received = read(data, Order)
-    assert content(received) == content(order)
-    assert received.to_bytes() == data
-
-
-@settings(max_examples=60)
-@given(any_answer())
-def test_an_answer_arrives_as_it_was_sent(answer):
-    data = answer.to_bytes()
-    received = read(data, Answer)
-    assert content(received) == content(answer)
+@settings(max_examples=100)
+@given(any_order() | any_answer())
+def test_a_message_arrives_as_it_was_sent(message):
+    data = message.to_bytes()
+    received = read(data, type(message))
+    assert content(received) == content(message)
     assert received.to_bytes() == data
 
 
@@ -73,19 +64,14 @@ def test_equal_messages_have_equal_bytes():
     )
 
 
-def test_a_tensor_that_is_a_view_travels_as_what_it_shows():
+def test_a_view_travels_as_what_it_shows_and_what_arrives_shares_no_memory():
     matrix = torch.arange(6.0).reshape(2, 3)
     order = replace(MESSAGES[2], tensors={"model": matrix.T, "stage/part/buffers": matrix[:, 1]})
-    found = read(order.to_bytes(), Order).tensors
-    assert torch.equal(found["model"], matrix.T)
-    assert found["stage/part/buffers"].tolist() == [1, 4]
-
-
-def test_what_arrives_can_be_written_to_and_shares_no_memory():
-    data = MESSAGES[1].to_bytes()
-    first, second = read(data, Order), read(data, Order)
-    first.tensors["model"].zero_()
-    assert torch.equal(second.tensors["model"], MESSAGES[1].tensors["model"])
+    data = order.to_bytes()
+    first, second = read(data, Order).tensors, read(data, Order).tensors
+    first["model"].zero_()
+    assert torch.equal(second["model"], matrix.T)
+    assert second["stage/part/buffers"].tolist() == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -93,10 +79,8 @@ def test_what_arrives_can_be_written_to_and_shares_no_memory():
     [
         ({"kind": "shutdown"}, "kind must be one of hello, calibrate, train"),
         ({"run": "A" * 32}, "run must be 32 hexadecimal digits"),
-        ({"round": -1}, "round must be a whole number"),
         ({"round": True}, "round must be a whole number, at least 0, got True"),
         ({"clients": (1, 1)}, "clients must be different"),
-        ({"clients": (-1,)}, "clients: each must be"),
         ({"clients": [1]}, "clients must be a list, in Python a tuple"),
         ({"clients": ()}, "names at least one"),
         ({"counted": {2: 1}}, r"clients \[4\] are to train and not in it"),
@@ -105,11 +89,8 @@ def test_what_arrives_can_be_written_to_and_shares_no_memory():
         ({"options": {"betas": (0.9, 0.99)}}, "options.betas is of the type tuple.*give a list"),
         ({"options": {"x": {1: 2}}}, "a name in options.x must be a text"),
         ({"options": {"x": "\ud800"}}, "half a surrogate pair"),
-        ({"options": {"x": object()}}, "of the type object"),
         ({"tensors": {"weights": torch.ones(1)}}, "are model and stage"),
-        ({"tensors": {"stage/mask": torch.ones(1)}}, "are model and stage"),
         ({"tensors": {"model": [1.0]}}, "must be a dense tensor, got list"),
-        ({"tensors": {"model": torch.ones(2).to_sparse()}}, "must be a dense tensor"),
         ({"tensors": {"model": torch.ones(1, dtype=torch.complex128)}}, "cannot be sent"),
     ],
 )
@@ -160,21 +141,21 @@ def test_an_answer_of_a_client_that_cannot_be_is_refused(options, said):
         ClientAnswer(client=3, **options)
 
 
-@pytest.mark.parametrize("text", ["patient 7 is ill", "", "Training"])
-def test_no_text_of_an_exception_fits_into_a_failure(text):
-    with pytest.raises(MessageError):
-        Failure(text)
-    with pytest.raises(MessageError):
-        Failure("training", text)
-
-
-def test_each_failure_has_a_sentence_and_an_id_of_its_own():
+def test_a_failure_is_a_sentence_with_an_id_and_no_text_of_an_exception():
     found = [Failure(category) for category in CATEGORIES]
     assert len({failure.id for failure in found}) == len(found)
     assert all(failure.id in failure.sentence for failure in found)
+    for text in ("patient 7 is ill", "", "Training"):
+        with pytest.raises(MessageError):
+            Failure(text)
+        with pytest.raises(MessageError):
+            Failure("training", text)
 
 
-def test_another_version_is_refused_with_both_named(monkeypatch):
+def test_another_version_is_refused_with_both_named_though_the_fields_are_others(monkeypatch):
+    text = fields_of(MESSAGES[0].to_bytes()) | {"version": "9.9", "haste": 3}
+    with pytest.raises(MessageError, match=r"has fl_lightning '9\.9'"):
+        read(with_text(MESSAGES[0].to_bytes(), canonical(text)), Order)
     own = package_version()
     data = [message.to_bytes() for message in (MESSAGES[1], next(answers()))]
     monkeypatch.setattr("fl_lightning.flower.messages.package_version", lambda: "9.9")
@@ -183,12 +164,6 @@ def test_another_version_is_refused_with_both_named(monkeypatch):
             MessageError, match=f"fl_lightning '{re.escape(own)}', here it is '9.9'"
         ):
             read(each, kind)
-
-
-def test_another_version_is_named_though_the_fields_are_others():
-    text = fields_of(MESSAGES[0].to_bytes()) | {"version": "9.9", "haste": 3}
-    with pytest.raises(MessageError, match=r"has fl_lightning '9\.9'"):
-        read(with_text(MESSAGES[0].to_bytes(), canonical(text)), Order)
 
 
 def test_an_order_is_no_answer():
@@ -204,15 +179,11 @@ def test_an_order_is_no_answer():
         (lambda d: d | {"code": "import os"}, "has 'code', which is not known"),
         (lambda d: {n: v for n, v in d.items() if n != "round"}, "has no round"),
         (lambda d: d | {"round": 7.0}, "round must be a whole number"),
-        (lambda d: d | {"round": "7"}, "round must be a whole number"),
-        (lambda d: d | {"round": 2**70}, "round must be a whole number"),
-        (lambda d: d | {"clients": [4, 2, 4]}, "clients must be different"),
         (lambda d: d | {"clients": {"4": 1}}, "clients must be a list"),
         (lambda d: d | {"counted": {"2": 1, "4": 1}}, "counted must be a list of pairs"),
         (lambda d: d | {"counted": [[2, 1], [4, 1], [4, 1]]}, "counted must be of different"),
         (lambda d: d | {"counted": [[4, 1], [2, 1]]}, "only form"),
         (lambda d: d | {"counted": [["2", 1], [4, 1]]}, "counted must be of different"),
-        (lambda d: d | {"options": None}, "options must be a mapping"),
         (lambda d: [d], "are no mapping"),
     ],
 )

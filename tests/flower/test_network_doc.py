@@ -89,35 +89,23 @@ def test_a_service_starts_a_server_or_a_site_and_ends_it_as_ctrl_c(name):
         assert "\nKillSignal=SIGINT\n" in (SERVICES / f"{name}.service").read_text()
 
 
-def test_every_command_of_a_network_is_on_the_page():
+def test_every_command_is_on_the_page_and_options_in_its_sentences_exist():
     listed = {words.split()[0] for c in of_network() for words in [c.split("network ")[1]]}
     actions = parser_of("network")._subcommands_action.choices
     assert listed == set(actions)
-
-
-def test_options_in_sentences_exist():
-    ours = {
-        option
-        for parser in parser_of("network")._subcommands_action.choices.values()
-        for action in parser._actions
-        for option in action.option_strings
-    }
+    ours = {o for parser in actions.values() for a in parser._actions for o in a.option_strings}
     named = set(re.findall(r"`(--[a-z_]+)[^`]*`", PAGE))
-    assert (
-        named - {"--node_rank", "--insecure", "--config"} <= ours
-    )  # torchrun's, Flower's, the fit's
+    # torchrun's, Flower's, the fit's
+    assert named - {"--node_rank", "--insecure", "--config"} <= ours
 
 
-def test_keys_of_a_site_are_those_of_its_policy():
+def test_keys_of_a_site_and_their_defaults_are_those_of_its_policy():
     keys = first_cells(section("site.yaml: a site's identity and policy"))
-    assert sorted(keys) == sorted(field.name for field in dataclasses.fields(Policy))
-
-
-@pytest.mark.parametrize("name", ["most_epsilon", "fewest_in_secure_sum", "most_bytes"])
-def test_defaults_of_a_site_are_those_of_its_policy(name):
-    [told] = re.findall(rf"^\| `{name}` \| `(\w+)` \|", PAGE, re.MULTILINE)
-    [field] = [field for field in dataclasses.fields(Policy) if field.name == name]
-    assert told == ("null" if field.default is None else str(field.default))
+    of_policy = {field.name: field.default for field in dataclasses.fields(Policy)}
+    assert sorted(keys) == sorted(of_policy)
+    for name in ("most_epsilon", "fewest_in_secure_sum", "most_bytes"):
+        [told] = re.findall(rf"^\| `{name}` \| `(\w+)` \|", PAGE, re.MULTILINE)
+        assert told == ("null" if of_policy[name] is None else str(of_policy[name]))
 
 
 def test_what_a_site_takes_from_the_server():

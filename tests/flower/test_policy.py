@@ -52,18 +52,15 @@ def test_what_the_configurations_share_is_allowed(path):
     checked(shared_part(configuration), policy().classes)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"rule": {"class_path": "fl_lightning.sparsity.MostSensitive"}},
-        {"sensitivity": {"class_path": "fl_lightning.sparsity.SampledFisher"}},
-        {"sensitivity": {"class_path": "fl_lightning.sparsity.SquaredMeanGradient"}},
-        {"cohort": {"class_path": "fl_lightning.UniformCohort", "init_args": {"size": 2}}},
-        {"head": {"class_path": "fl_lightning.sparsity.RidgeHead"}},
-        {"mask_file": "/mask.safetensors"},
-    ],
-)
+SCORED = {
+    "rule": {"class_path": "fl_lightning.sparsity.MostSensitive"},
+    "sensitivity": {"class_path": "fl_lightning.sparsity.SquaredMeanGradient"},
+    "cohort": {"class_path": "fl_lightning.UniformCohort", "init_args": {"size": 2}},
+    "head": {"class_path": "fl_lightning.sparsity.RidgeHead"},
+}
+
+
+@pytest.mark.parametrize("options", [{}, SCORED, {"mask_file": "/mask.safetensors"}])
 def test_a_calibration_is_shared_with_all_its_defaults(options):
     parser = ArgumentParser()
     parser.add_subclass_arguments(Callback, "callback")
@@ -83,35 +80,23 @@ def test_a_calibration_is_shared_with_all_its_defaults(options):
     "path",
     [
         "torch.hub.load",
-        "torch.load",
         "torch.nn.modules.module.functools.partial",
-        "torch.nn.modules.module.OrderedDict",
         "torch.nn.init.normal_",
-        "torch.nn.functional.relu",
         "torch.nn.Unknown",
         "torch.nn._reduction.warnings",
         "torch.optim.optimizer.torch.hub.load",
         "torch.optim.swa_utils.update_bn",
         "torchmetrics.text.BERTScore",
-        "torchmetrics.Metric.update",
         "timm.create_model",
-        "timm.models.create_model",
         "timm.models._hub.load_state_dict_from_hf",
-        "timm.utils.CheckpointSaver",
         "torchvision.datasets.ImageFolder",
-        "torchvision.models.resnet18",
         "subprocess.Popen",
         "builtins.eval",
         "os.system",
-        "posix.system",
-        "pathlib.Path",
         "lightning.pytorch.callbacks.ModelCheckpoint",
-        "lightning.pytorch.loggers.CSVLogger",
         "fl_lightning.__main__.main",
-        "fl_lightning.cli.federated_cli.FederatedCLI",
         "fl_lightning.FederatedCLI",
         "fl_lightning.data.HuggingFace",
-        "fl_lightning.data.CIFAR10",
         "fl_lightning.cli.commands.sys",
         "fl_lightning.client.memory.VectorFile",
         "fl_lightning.sparsity.save_mask",
@@ -119,9 +104,7 @@ def test_a_calibration_is_shared_with_all_its_defaults(options):
         "fl_lightningx.Net",
         "fl_lightning.",
         "fl_lightning",
-        "os",
         "SGD",
-        "Popen",
         "",
         " os.system",
         "os.system\n",
@@ -138,12 +121,9 @@ def test_a_class_path_that_is_not_allowed_is_refused(path):
         "fl_lightning.ImageClassifier",
         "fl_lightning.models.image_classifier.ImageClassifier",
         "fl_lightning.secure.protocol.session.SparseGraph",
-        "torch.nn.Linear",
         "torch.nn.modules.linear.Linear",
-        "torch.optim.AdamW",
         "torch.optim.lr_scheduler.CosineAnnealingLR",
         "torchmetrics.Accuracy",
-        "torchmetrics.classification.MulticlassAccuracy",
         "torchvision.models.ResNet",
         "timm.models.vision_transformer.VisionTransformer",
         "timm.optim.Lamb",
@@ -155,7 +135,6 @@ def test_a_class_that_a_site_needs_is_allowed(path):
 
 HIDDEN = [
     {"trainer": {"callbacks": [{"class_path": "os.system"}]}},
-    {"trainer": {"callbacks": ["os.system"]}},
     {"model": {"init_args": {"network": {"class_path": "os.system"}}}},
     {"model": {"init_args": {"network": "os.system"}}},
     {"model": {"init_args": {"network": "{class_path: os.system}"}}},
@@ -164,7 +143,6 @@ HIDDEN = [
     {"model": {"init_args": {"network": "- os.system"}}},
     {"model": {"init_args": {"network": "class_path: SGD"}}},
     {"model": "os.system"},
-    {"model": [["os.system"]]},
     {"model": {"class_path": {"class_path": "os.system"}}},
     {"model": {"dict_kwargs": {"x": "os.system"}}},
     {"model.class_path": "Popen"},
@@ -172,16 +150,13 @@ HIDDEN = [
     {"model": {"class_path+": "Popen"}},
     {"model": {"class_path": ["Popen"]}},
     {"model": {"class_path": None, "init_args": {"network": "other.yaml"}}},
-    {"model": {"init_args": {"checkpoint_path": "/etc/passwd"}}},
     {"model": {"init_args": {"checkpoint_path": "~/weights.pt"}}},
     {"model": {"init_args": {"checkpoint_path": "runs/../../secret.pt"}}},
     {"model": {"init_args": {"checkpoint_path": "memory/x.pt"}}},
-    {"model": {"init_args": {"checkpoint_path": "memory"}}},
     {"model": {"init_args": {"files": ["x.safetensors"]}}},
     {"model": {"init_args": {"network_kwargs": {"pretrained_cfg": {"hf_hub_id": "somebody"}}}}},
     {"model": {"init_args": {"pretrained": True, "network": "somebody/model"}}},
     {"model": {"init_args": {"network": "hf-hub:somebody/model"}}},
-    {"model": {"init_args": {"network": "https://example.org/x"}}},
     {"model": {"init_args": {"network": "a" * 20_000}}},
     {"model": {"init_args": {"network": object()}}},
 ]
@@ -259,33 +234,23 @@ def test_short_names_are_fl_lightnings_own():
     }
     assert given["federation"]["updates"] == ["TopK"]
     assert Krum.__name__ == "Krum"
+    names = ["blocks.0.*", "größe", "", "null", "vit_small_patch16_224.dino"]
+    texts = {"names": names, "table": {0: 1.5, "layers.0": None}, "monitor": "val/accuracy"}
+    texts = {"model": {"init_args": texts}}
+    assert checked(texts, DEFAULT) == texts  # none of them is a class path
 
 
-def test_texts_that_are_no_class_paths_stay():
-    given = {
-        "model": {
-            "init_args": {
-                "network": "vit_small_patch16_224.dino",
-                "monitor": "val/accuracy",
-                "names": ["blocks.0.*", "größe", "", "null", "a: b.c"[:1]],
-                "table": {0: 1.5, "layers.0": None},
-            }
-        }
-    }
-    assert checked(given, DEFAULT) == given
-
-
-LARGE = {
-    "num_threads": {"num_threads": 1_000_000},
-    "trainer.max_epochs": {"trainer": {"max_epochs": 10**12}},
-    "federation.local_steps": {"federation": {"local_steps": 10**9}},
-}
-
-
-@pytest.mark.parametrize("option", LARGE)
-def test_a_number_that_is_too_large_is_refused_before_anything_is_built(option):
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("num_threads", {"num_threads": 1_000_000}),
+        ("trainer.max_epochs", {"trainer": {"max_epochs": 10**12}}),
+        ("federation.local_steps", {"federation": {"local_steps": 10**9}}),
+    ],
+)
+def test_a_number_that_is_too_large_is_refused_before_anything_is_built(option, given):
     with pytest.raises(Refused, match=rf"^{option} is 1\S* .*at most \d+"):
-        policy().site_configuration(LARGE[option], {})
+        policy().site_configuration(given, {})
 
 
 # whose options
@@ -328,15 +293,12 @@ def test_a_site_sets_its_own_options_and_the_server_the_shared_ones():
     }
 
 
-def test_what_is_left_of_the_shared_configuration_is_checked():
-    with pytest.raises(Refused, match=r"federation\.aggregator\.class_path: 'evil\.Mean'"):
-        policy().site_configuration({"federation": {"aggregator": {"class_path": "evil.Mean"}}}, {})
-
-
 def test_another_class_of_the_site_does_not_get_the_options_of_the_shared_one():
     optimizer = {"class_path": "torch.optim.Adam", "init_args": {"lr": 1.0}}
     found = policy().site_configuration(MODEL, {"model": {"init_args": {"optimizer": optimizer}}})
     assert found["model"]["init_args"]["optimizer"] == optimizer
+    with pytest.raises(Refused, match=r"federation\.aggregator\.class_path: 'evil\.Mean'"):
+        policy().site_configuration({"federation": {"aggregator": {"class_path": "evil.Mean"}}}, {})
     same = policy().site_configuration(MODEL, {"model": {"class_path": "ImageClassifier"}})
     assert same["model"]["init_args"] == MODEL["model"]["init_args"]
 
@@ -358,13 +320,10 @@ def test_a_site_pays_no_more_than_it_says():
     assert site.allows_metric("seconds")
     assert not site.allows_metric("val/loss")
     policy().check_unprotected("training")
-    assert policy().allows_metric("anything")
-
-
-def test_clients_of_other_sites_are_refused():
     policy().check_clients((4, 3))
     with pytest.raises(Refused, match=r"clients: \[7\] are not at this site, which has \[3, 4\]"):
         policy().check_clients((3, 7))
+    assert policy().allows_metric("anything")
 
 
 def test_a_file_says_what_a_site_allows(tmp_path):
@@ -397,9 +356,7 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
         (GOOD + "most_epsilom: 3\n", "'most_epsilom' is not known. Did you mean 'most_epsilon'"),
         (GOOD + "name: b\n", "name stands in line 1 and again in line 5"),
         (GOOD + "most_bytes: 1e9\n", "most_bytes must be a whole number, at least 1"),
-        (GOOD + "most_bytes: true\n", "got True"),
         (GOOD + "most_epsilon: -1\n", "epsilon must be a number above 0 and below inf, got -1"),
-        (GOOD + "most_epsilon: .inf\n", "epsilon must be a number above 0 and below inf, got inf"),
         (
             GOOD + "most_epsilon: {epsilon: 1, delta: 1}\n",
             "delta must be a number above 0 and below 1",
@@ -409,20 +366,20 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
             "per must be one of day, week, month, year",
         ),
         (GOOD + "most_epsilon: {delta: 1}\n", "or a mapping with epsilon, delta, per"),
-        (GOOD + "most_steps: 0\n", "most_steps must be a whole number, at least 1"),
-        (GOOD + "most_minutes: 0\n", "most_minutes must be a whole number, at least 1"),
+        (GOOD + "most_cost: 1\n", "most_cost must be a mapping from flops, params, activations"),
+        (GOOD + "most_cost: {seconds: 1}\n", "to numbers above 0, got {'seconds': 1}"),
+        (GOOD + "most_cost: {flops: 0}\n", "to numbers above 0, got {'flops': 0}"),
         (GOOD + "log_unprotected: 1\n", "log_unprotected must be true or false, got 1"),
         (GOOD + "most_epsilon: 1\nseeded_noise: true\n", "seeded_noise protects nobody"),
         (GOOD + "fewest_in_secure_sum: 1\n", "at least 2, got 1"),
         (GOOD + "metrics: loss\n", "metrics must be a list, in Python a tuple, got 'loss'"),
         (GOOD + "classes: ['*']\n", "like my_project.Net"),
-        (GOOD + "classes: ['os']\n", "like my_project.Net"),
         (GOOD.replace("name: a", "name: ../a"), "name must be 1 to 63 letters"),
         (GOOD.replace("[1]", "[1, 1]"), "clients must be different"),
-        (GOOD.replace("[1]", "[[1]]"), "whole numbers from 0"),
+        (GOOD.replace("[1]", "[[1]]"), "all integers ≥ 0"),
         (GOOD.replace("[1]", "{1: 0, 2: 0}"), "places of their own"),
-        (GOOD.replace("[1]", "[]"), "at least one"),
-        (GOOD.replace("[1]", "3"), "clients must be a list of global ids"),
+        (GOOD.replace("[1]", "[]"), "a non-empty list"),
+        (GOOD.replace("[1]", "3"), "clients must be a non-empty list of client ids"),
         (GOOD.replace("socket: s", "socket: 3"), "socket must be a path"),
         (GOOD.replace("socket: s", f"socket: /{'s' * 103}"), "socket: .* has 104 bytes"),
         (GOOD + "metrics: ['']\n", "must be a text that is not empty, got ''"),
@@ -440,14 +397,11 @@ def test_a_file_that_says_nonsense_is_refused_in_a_sentence(tmp_path, text, said
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_with_several_faults_names_them_all(tmp_path):
-    path = written(tmp_path, GOOD + "most_bytes: 0\nmost_steps: 0\n")
-    with pytest.raises(ConfigurationError, match=r"(?s)most_bytes.*most_steps"):
-        read_policy(path)
-
-
-def test_a_file_that_is_not_there_or_too_large_is_refused(tmp_path):
+def test_a_file_that_is_not_there_too_large_or_of_several_faults_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="network init"):
         read_policy(tmp_path / "none.yaml")
+    path = written(tmp_path, GOOD + "most_bytes: 0\nmost_steps: 0\n")
+    with pytest.raises(ConfigurationError, match=r"(?s)most_bytes.*most_steps"):  # all at once
+        read_policy(path)
     with pytest.raises(ConfigurationError, match="is larger than 1000000 bytes"):
         read_policy(written(tmp_path, "#" * 1_000_001))

@@ -1,6 +1,5 @@
 """What cannot be over a network is refused in a sentence before any site is asked."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,12 @@ from fl_lightning.flower.server.correspondence import Correspondence
 pytestmark = OF_RUNS
 MASKS = {"model__init_args__optimizer": SPARSE_SGD}
 SUPERNET = {"space": built("nas.NASBench201"), "num_classes": 10, "in_channels": 1, "image_size": 8}
-ONE_SHOT = SUPERNET | {"space": built("nas.ResNet")}
-TEACHER = built("nas.Shrinking", largest="frozen")
 DEVICES = built("client.Devices", speeds=built("client.LogNormalSpeeds", sigma=0.7))
 
 
 def calibrated(**options):
-    return MASKS | {"trainer__callbacks": [built("MaskCalibration", density=0.1, **options)]}
+    given = {"density": None if "mask_file" in options else 0.1, **options}
+    return MASKS | {"trainer__callbacks": [built("MaskCalibration", **given)]}
 
 
 class NobodyAsked:
@@ -45,64 +43,73 @@ class NobodyAsked:
         raise AssertionError("a site was waited for")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"federation__privacy": built("ExampleDP", clip_norm=1.0, noise_multiplier=1.0)},
-            "federation.privacy ExampleDP is simulated only, .*: use LocalDP",
-        ),
-        (
-            {"data__init_args__transforms": [built("data.FederatedNormalize")]},
-            "data.transforms FederatedNormalize learns from all clients' examples, .*: use Normalize",
-        ),
-        ({"data__init_args__update_weight": "y"}, "leave update_weight out"),
-        (calibrated(head=built("sparsity.LinearHead")), "head LinearHead .* use RidgeHead"),
-        (calibrated(per_client=True), "set per_client to false"),
-        (
-            {
-                "federation__attackers": built(
-                    "Attackers", fraction=0.3, forge=built("server.SignFlip")
-                )
-            },
-            "federation.attackers Attackers are simulated only, .*: leave attackers out",
-        ),
-        (
-            {"federation__cohort": built("data.PowerOfChoiceCohort", size=2, num_candidates=3)},
-            "federation.cohort PowerOfChoiceCohort .* set its losses to last_known",
-        ),
-        (
-            {"model": built("nas.Supernet", **SUPERNET, learn=built("nas.Reward", best_of=2))},
-            "model Supernet counts right answers .*: set best_of of model.learn to 1",
-        ),
-        (
-            {"model": built("nas.OneShot", **ONE_SHOT, method=TEACHER)},
-            "model OneShot has a frozen teacher, .*: set largest of model.method to learns",
-        ),
-        (
-            {
-                "model": built("nas.OneShot", **ONE_SHOT),
-                "federation__aggregator": built("secure.SecureMean"),
-            },
-            "model OneShot: sums of clients' activations, .* would reach the server in clear",
-        ),
-        (
-            {
-                "model": built("nas.Supernet", **SUPERNET),
-                "trainer__callbacks": [built("nas.StopAtCollapse", eigenvalue=True)],
-            },
-            "StopAtCollapse reads clients' examples, .* set its eigenvalue to false",
-        ),
-        ({"federation__engine": "slots"}, "set engine to auto or sequential"),
-        ({"federation__devices": DEVICES}, "network run --deadline"),
-        (
-            {"federation__aggregator": built("secure.SecureMean", protocol="count")},
-            "SecureMean is only simulated with .* use SecureMean with protocol: run",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_before_a_site_is_asked(options, said, tmp_path):
-    config = configuration(**options)
+def one_shot(**options):
+    return {"model": built("nas.OneShot", **SUPERNET | {"space": built("nas.ResNet")} | options)}
+
+
+def encrypted(**options):
+    return {"federation__aggregator": built("secure.EncryptedMean", **options)}
+
+
+def supernet(**options):
+    return {"model": built("nas.Supernet", **SUPERNET | options)}
+
+
+EXAMPLE_DP = built("ExampleDP", clip_norm=1.0, noise_multiplier=1.0)
+FLIPS = built("Attackers", fraction=0.3, forge=built("server.SignFlip"))
+CHOICE = built("data.PowerOfChoiceCohort", size=2, num_candidates=3)
+SECURE = {"federation__aggregator": built("secure.SecureMean")}
+LOCAL_DP = {
+    "federation__privacy": built("LocalDP", clip_norm=1.0, noise_multiplier=1.0),
+    "federation__aggregator": built("Mean", weight_by_examples=False),
+}
+RIDGE = built("sparsity.RidgeHead")
+COUNTED = {"federation__aggregator": built("secure.SecureMean", protocol="count")}
+COLLAPSE = [built("nas.StopAtCollapse", eigenvalue=True)]
+LEARNS = [built("data.FederatedNormalize")]
+REFUSED = {
+    "federation.privacy ExampleDP is simulated only, .*: use LocalDP": {
+        "federation__privacy": EXAMPLE_DP
+    },
+    "data.transforms FederatedNormalize learns from all clients' examples, .*: use Normalize": {
+        "data__init_args__transforms": LEARNS
+    },
+    "leave update_weight out": {"data__init_args__update_weight": "y"},
+    "for its head LinearHead, .* use RidgeHead": calibrated(head=built("sparsity.LinearHead")),
+    "set per_client to false": calibrated(per_client=True),
+    "federation.attackers Attackers are simulated only, .*: leave attackers out": {
+        "federation__attackers": FLIPS
+    },
+    "federation.cohort PowerOfChoiceCohort .* set its losses to last_known": {
+        "federation__cohort": CHOICE
+    },
+    "model Supernet counts right answers .*: set best_of of model.learn to 1": supernet(
+        learn=built("nas.Reward", best_of=2)
+    ),
+    "model OneShot has a frozen teacher, .*: set largest of model.method to learns": one_shot(
+        method=built("nas.Shrinking", largest="frozen")
+    ),
+    "model OneShot needs sums of each client's activations, .* hides what single clients send": (
+        one_shot() | SECURE
+    ),
+    "StopAtCollapse measures an eigenvalue on clients' examples, .* set its eigenvalue to false": supernet()
+    | {"trainer__callbacks": COLLAPSE},
+    "set engine to auto or sequential": {"federation__engine": "slots"},
+    "network run --deadline": {"federation__devices": DEVICES},
+    "SecureMean is only simulated with .* use SecureMean with protocol: run": COUNTED,
+    ".* or EncryptedMean with CKKS and fraction: 1": encrypted(fraction=0.5),
+    "EncryptedMean with CKKS and fraction: 1": encrypted(paillier=built("secure.Paillier")),
+    # masks and heads that would show single clients
+    "would show the server the mask": calibrated() | LOCAL_DP,
+    "show the server the mask found from clients' scores": calibrated() | SECURE,
+    "show the server the head fitted to clients' examples": calibrated(mask_file="m", head=RIDGE)
+    | SECURE,
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_is_refused_before_a_site_is_asked(said, tmp_path):
+    config = configuration(**REFUSED[said])
     correspondence = Correspondence(NobodyAsked())
     with pytest.raises(ConfigurationError, match=said):
         run_server(config, [f"--trainer.default_root_dir={tmp_path}"], correspondence, wanted=3)
@@ -147,9 +154,7 @@ def test_the_server_finds_classes_of_the_folder_where_the_run_was_started(tmp_pa
 
 def said_by(*words):
     """Return what a command says in this folder."""
-    process = typed.start(words, Path.cwd(), os.environ, said := [Path("out"), Path("err")])
-    process.join(120)
-    return said[0].read_text()
+    return typed.run(words, Path.cwd())[1]
 
 
 @pytest.mark.slow
@@ -168,8 +173,7 @@ def test_a_site_whose_transforms_learn_is_named(tmp_path):
     config = configuration()
     with three_sites(config) as sites:
         sites.kill("b")
-        learning = [built("data.FederatedNormalize")]
-        sites.own["data"]["init_args"]["transforms"] = learning
+        sites.own["data"]["init_args"]["transforms"] = LEARNS
         sites.start("b")
         with pytest.raises(ConfigurationError, match="site b: the site cannot run this"):
             over_network(sites, config, tmp_path / "network")

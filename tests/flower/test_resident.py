@@ -66,37 +66,23 @@ def waited(condition, seconds=20.0):
     return found
 
 
-def test_an_order_is_answered_and_large_ones_as_well(resident):
-    path = resident(lambda order: order[::-1])
-    large = os.urandom(5_000_000)
-    assert ask(path, large, 20) == large[::-1]
-    assert ask(path, b"", 20) == b""
-
-
-def test_only_the_owner_can_reach_it(resident, folder):
-    assert stat.S_IMODE(resident().stat().st_mode) == 0o600
+def test_only_the_owner_can_reach_it_and_one_process_has_it(resident, folder):
+    assert ask(folder / "a", b"x", 20) is None
+    assert state_of(folder / "a") is None
+    with socket.socket(socket.AF_UNIX) as left_behind:  # which is replaced
+        left_behind.bind(str(folder / "a"))
+    path = resident()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(ConfigurationError, match=f"process {os.getpid()} serves"):
+        resident()
+    assert ask(path, b"x", 20) == b"x"
     open_folder = folder / "open"
     open_folder.mkdir()
     open_folder.chmod(0o755)
     with pytest.raises(ConfigurationError, match="other users can open"):
         resident(name="open/a")
-
-
-def test_a_path_too_long_for_a_socket_is_refused_with_the_number(resident):
     with pytest.raises(ConfigurationError, match=r"socket: .* bytes, but the system allows 103"):
         resident(name="a" * 120)
-
-
-def test_two_processes_cannot_have_one_socket(resident):
-    resident()
-    with pytest.raises(ConfigurationError, match=f"process {os.getpid()} serves"):
-        resident()
-
-
-def test_a_socket_left_behind_is_replaced(folder, resident):
-    with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(folder / "a"))
-    assert ask(resident(), b"x", 20) == b"x"
 
 
 def test_one_order_at_a_time_and_none_that_nobody_waits_for(resident):
@@ -122,16 +108,18 @@ def test_one_order_at_a_time_and_none_that_nobody_waits_for(resident):
     assert state_of(path) == "idle"
 
 
-def test_an_error_stays_at_the_site_and_the_next_order_is_answered(resident, caplog):
+def test_orders_are_answered_and_an_error_stays_at_the_site(resident, caplog):
     def fail(order):
         if order == b"bad":
             raise ValueError("patient 17")
-        return order
+        return order[::-1]
 
     path = resident(fail)
     assert ask(path, b"bad", 20) is None
     assert "patient 17" in caplog.text
-    assert ask(path, b"good", 20) == b"good"
+    large = os.urandom(5_000_000)
+    assert ask(path, large, 20) == large[::-1]
+    assert ask(path, b"", 20) == b""
 
 
 @pytest.mark.parametrize("size", [1, 5_000_000])
@@ -155,11 +143,6 @@ def test_an_asker_that_hangs_is_left(resident, monkeypatch, caplog):
         asker.settimeout(20)
         assert asker.recv(10) == b""
     assert "an asker is gone" in caplog.text
-
-
-def test_nobody_at_the_socket(folder):
-    assert ask(folder / "none", b"x", 20) is None
-    assert state_of(folder / "none") is None
 
 
 def test_a_stranger_without_frames_does_no_harm(resident):
@@ -203,17 +186,6 @@ def test_a_process_that_is_killed_is_started_again(order, folder, echo):
         assert asked(b"x").result(60) == b"x"
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
-
-
-def test_an_error_of_the_supervision_reaches_the_main_thread(folder):
-    def fail(ended):
-        raise TypeError("a bug")
-
-    with (
-        pytest.raises(TypeError, match="a bug"),
-        Supervisor([Program("p", ["true"], folder / "log", again=fail)]) as supervisor,
-    ):
-        supervisor.wait()
 
 
 def test_an_error_or_a_slow_answer_about_one_program_stops_no_other(folder):

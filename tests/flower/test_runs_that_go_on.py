@@ -1,17 +1,23 @@
-"""Runs that go on: after a site's disk was full and there is room again, and for more rounds than planned."""
+"""Runs that go on: after kills at any moment, after a full disk, and for more rounds than planned."""
+
+import multiprocessing
+import random
+import time
 
 import pytest
 from flower.site_processes import (
+    CLIENTS,
     OF_RUNS,
     Between,
     configuration,
     differing,
+    farthest,
     last,
     over_network,
     simulated,
     three_sites,
 )
-from flower.test_same_bits import SPARSE
+from flower.test_same_bits import KEPT, SPARSE
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.flower.messages import Order
@@ -20,6 +26,65 @@ ROUNDS = 4
 SCAFFOLD = {"class_path": "fl_lightning.Scaffold"}
 WRITTEN = ("memory.part", "answer.part")  # what a site writes in a round, see SiteMemory and Site
 pytestmark = [pytest.mark.slow, *OF_RUNS]
+
+
+class Server:
+    """The server's process; started again, it goes on from its last checkpoint."""
+
+    def __init__(self, sites, config, root):
+        self._given, self._root = (sites, config, root), root
+        self.start()
+
+    def start(self):
+        words = [f"--ckpt_path={file}" for file in self._root.rglob("last.ckpt")]
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=over_network, args=[*self._given, *words])
+        self.process.start()
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+        self.start()
+
+    def is_done(self):
+        """Return whether the run is over; one that has failed goes on."""
+        if self.process.exitcode not in (None, 0):
+            self.start()
+        return self.process.exitcode == 0
+
+
+def train_with_kills(sites, config, root, victims, pauses):
+    """Train while the server or sites are killed, each after a pause in seconds; return whether all were."""
+    server, until = Server(sites, config, root), time.monotonic() + 400
+    left, due = list(victims), time.monotonic() + next(pauses)
+    while not server.is_done() and time.monotonic() < until:
+        if left and time.monotonic() > due:
+            if (victim := left.pop(0)) == "server":
+                server.kill()
+            else:
+                sites.kill(victim)
+                sites.start(victim)
+            due = time.monotonic() + next(pauses)
+        time.sleep(0.01)
+    server.process.kill()
+    server.process.join()
+    return not left
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("seed", range(5))
+def test_any_kills_end_in_the_same_bits(kept, seed, tmp_path):
+    draws = random.Random(f"{kept} {seed}")
+    config = configuration(trainer__max_epochs=60, **KEPT[kept])
+    victims = draws.choices([*CLIENTS, "server"], k=3)
+    pauses = (draws.uniform(*ends) for ends in ((0.5, 4), (0.2, 2), (0.2, 2), (0, 0)))
+    with three_sites(config) as sites:
+        assert train_with_kills(sites, config, tmp_path / "network", victims, pauses)
+    network = last(tmp_path / "network")
+    assert network["epoch"] == 59
+    # sums that are encrypted have fresh noise in every round, which training makes larger
+    most = 1e-5 if kept == "encrypted" else 0
+    assert farthest(network, simulated(config, tmp_path / "alone")) <= most
 
 
 class Full(Between):

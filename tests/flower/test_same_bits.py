@@ -51,12 +51,12 @@ NEW_MASKS = {
     "trainer__callbacks": [built("MaskCalibration", **CALIBRATION, every_n_rounds=1)],
 }
 FAST = {
-    "top-k with feedback": {"federation__updates": [SPARSE]},
     "calibrated mask, fitted head": MASKED,
     "rates by local step": {"model__class_path": "flower.site_processes.WarmClassifier"},
     "secure sums": {"federation__aggregator": built("secure.SecureMean")},
 }
 SLOW = {
+    "top-k with feedback": {"federation__updates": [SPARSE]},
     "momentum, clipping": {
         "model__init_args__optimizer__init_args": MOMENTUM,
         "trainer__gradient_clip_val": 0.5,

@@ -1,9 +1,14 @@
 """Searches over sites end as their simulations: the same cell, the same statistics, whatever sites say."""
 
+import multiprocessing
+import os
+
 import pytest
 import torch
 from flower.site_processes import (
+    CLIENTS,
     OF_RUNS,
+    Between,
     LyingServer,
     configuration,
     differing,
@@ -12,13 +17,15 @@ from flower.site_processes import (
     three_sites,
 )
 from flower.test_same_bits import KillingAt, built
-from flower.test_site_masks import Sites, calibration
+from flower.test_site_masks import Sites, clients_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fl_lightning import Federation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.messages import Answer, ClientAnswer, Order, digest
 from fl_lightning.flower.packing import SUMS
-from fl_lightning.nas import NASBench201, Supernet
+from fl_lightning.nas import MobileNet, NASBench201, Supernet
+from fl_lightning.nas.spaces.space import Networks
 from fl_lightning.nas.sub_networks.evaluation import batch_norms, collect_sums
 
 pytestmark = OF_RUNS
@@ -79,14 +86,17 @@ def measured(root):
     return {n.removeprefix("· "): [(e.step, e.value) for e in log.Scalars(n)] for n in names}
 
 
-def compared(config, folder, channel_of=None):
+def compared(config, folder, channel_of=None, begun=lambda *given: ()):
     """Run a configuration over sites and simulated; return what the simulation has logged."""
     with three_sites(config) as sites:
         channel = None if channel_of is None else channel_of(sites)
-        network = over_network(sites, config, folder / "network", channel=channel)
+        words = begun(sites, config, folder / "network")
+        network = over_network(sites, config, folder / "network", *words, channel=channel)
     alone = simulated(config, folder / "alone")
     assert differing(network, alone) == []
     there, here = (measured(folder / name) for name in ("network", "alone"))
+    if words:  # a chart of what has changed before the run was resumed, and not since, is left out
+        here.pop("recalibration/bytes_up", None)
     assert there == here
     return here
 
@@ -108,6 +118,8 @@ OF_SIZES = {
     | {"optimizer": SPARSE},
 }
 QUICK = ("PC-DARTS", "budgets")
+SPACE = MobileNet(**SIZES["space"]["init_args"])
+LARGEST = Networks(SPACE, 8, {"num_classes": 10, "in_channels": 1}).cost(SPACE.largest).flops
 
 
 def cases(given):
@@ -126,7 +138,7 @@ def test_a_search_over_sites_has_the_bits_of_its_simulation(given, tmp_path):
 
 @pytest.mark.parametrize("options", list(cases(OF_SIZES)))
 def test_networks_of_all_sizes_train_over_sites_as_in_their_simulation(options, tmp_path):
-    found = compared(of_all_sizes(options), tmp_path)
+    found = compared(of_all_sizes(options, trainer__max_epochs=2), tmp_path)
     assert {"val/smallest_accuracy", "val/accuracy"} <= found.keys()
 
 
@@ -167,6 +179,68 @@ def test_a_site_that_is_killed_while_it_sums_finds_the_same(tmp_path):
     compared(searching(), tmp_path, lambda sites: KillingAt(sites, [is_of_norms] * 2))
 
 
+class Dying(Between):
+    """A channel whose server is killed, as by a power cut, when it has sent the first order of a round and kind."""
+
+    def __init__(self, sites, kind):
+        super().__init__(sites)
+        self._last = kind, 1
+
+    def send(self, site, message, ttl):
+        super().send(site, message, ttl)
+        order = Order.from_bytes(message, limit=2**30)
+        if (order.kind, order.round) == self._last:
+            os._exit(9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["train", "calibrate"])
+@pytest.mark.parametrize("make", [searching, of_all_sizes])
+def test_a_server_that_is_killed_resumes_a_search_to_the_same_bits(make, kind, tmp_path):
+    def killed(sites, config, root):
+        fork, given = multiprocessing.get_context("fork"), {"channel": Dying(sites, kind)}
+        server = fork.Process(target=over_network, args=[sites, config, root], kwargs=given)
+        server.start()
+        server.join()
+        assert server.exitcode == 9
+        [file] = root.rglob("last.ckpt")
+        return [f"--ckpt_path={file}"]
+
+    compared(make({}), tmp_path, begun=killed)
+
+
+def of_budgets(capability, **more):
+    """Return a configuration that trains networks of all sizes with budgets."""
+    return of_all_sizes({"capability": capability, "optimizer": SPARSE}, **more)
+
+
+def test_a_site_trains_nothing_larger_than_it_allows(tmp_path):
+    table = tmp_path / "budgets.csv"
+    table.write_text(
+        "client,budget\n" + "".join(f"{c},{0.6 if c in CLIENTS['b'] else 1}\n" for c in range(6))
+    )
+    config = of_budgets(built("nas.DeviceClasses", budgets_of_classes=[1.0]))
+    with three_sites(config) as sites:
+        sites.kill("b")
+        sites.policy = {"most_cost": {"flops": 0.6 * LARGEST}}
+        sites.start("b")
+        network = over_network(sites, config, tmp_path / "network")
+    alone = of_budgets(built("nas.BudgetTable", path=str(table), relative=True))
+    assert differing(network, simulated(alone, tmp_path / "alone")) == []
+    there, here = (measured(tmp_path / name) for name in ("network", "alone"))
+    assert there == here
+
+
+def test_a_run_without_budgets_says_that_a_site_has_one(tmp_path):
+    config = of_all_sizes({}, trainer__max_epochs=1)
+    said = r"model\.capability: sites have a most_cost"
+    with (
+        three_sites(config, most_cost={"flops": 0.6 * LARGEST}) as sites,
+        pytest.raises(ConfigurationError, match=said),
+    ):
+        over_network(sites, config, tmp_path)
+
+
 # what a site says, and what it lets leave
 
 
@@ -191,10 +265,10 @@ class Summing(Sites):
         told = {}
         for client in order.clients:
             images = torch.randn(examples[client], 1, 8, 8)
-            for at, weights in enumerate(self.module.shown.values()):
+            for network, weights in self.module.shown.items():
                 run = lambda batch, weights=weights: self.module.network(batch, weights)
                 for name, sums in collect_sums(self.module.network, run, [images]).items():
-                    told[f"{client}/{SUMS}{at}/{name}"] = self.alter(name, sums)
+                    told[f"{client}/{SUMS}{network}/{name}"] = self.alter(name, sums)
         answer = Answer(
             site=site,
             order=digest(message),
@@ -209,10 +283,13 @@ def factors(of_sums, of_squares):
     return torch.tensor([[1.0], [of_sums], [of_squares]], dtype=torch.float64)
 
 
-def summed(channel, asked, **options):
-    asking = calibration(channel, module=channel.module, **options)
+def summed(channel, asked, skips=False):
+    clients, trainer = clients_of(channel, channel.module)
+    trainer.callbacks.append(Federation(on_client_failure="skip" if skips else "raise"))
+    channel.module.trainer = trainer
     with torch.no_grad():
-        return list(asking.statistics(asked))
+        shown = channel.module.shown
+        return list(channel.module._remote_sums(clients.sums, shown, asked))
 
 
 def test_sums_come_in_the_order_of_the_clients_with_their_numbers():
@@ -246,7 +323,7 @@ def test_a_client_with_sums_of_no_examples_is_named_or_left_out(change, said):
         pytest.warns(UserWarning, match=f"left out: .*client 1 at site b: .*{said}"),
         pytest.raises(ConfigurationError, match="no client sent sums"),
     ):
-        summed(channel, {1: 4}, skips_failures=True)
+        summed(channel, {1: 4}, skips=True)
 
 
 def test_a_site_sums_only_for_a_search_and_only_if_its_metrics_may_leave():

@@ -1,6 +1,6 @@
 """Masks over sites: what is asked, what is told, and what neither side takes from the other."""
 
-import sys
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +9,7 @@ from flower.test_same_bits import MASKED, built
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from fl_lightning import CentralDP, Federation, LocalDP, Mean, PoissonCohort
-from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.cli.network.server import _check_calibration
+from fl_lightning.callbacks.calibration.scores import _checked
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.messages import Answer, ClientAnswer, Order, OrderRefused, digest
@@ -24,12 +22,9 @@ from fl_lightning.flower.packing import (
     model_tensors,
 )
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.server.elsewhere import CalibrationAtSites
-from fl_lightning.flower.server.greeting import ClientsAtSites, Counted, Greeting
+from fl_lightning.flower.server.remote_clients import ClientsAtSites, Counted
 from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.site.memory import SiteMemory
-from fl_lightning.secure import SecureMean
-from fl_lightning.sparsity import LinearHead, RidgeHead
 from fl_lightning.sparsity.masks.mask import Mask
 
 SITE_OF = {0: "a", 1: "b", 2: "a", 3: "c"}
@@ -45,74 +40,48 @@ def order(**given):
     return Order.from_bytes(Order(**given).to_bytes(), limit=10**6)
 
 
-def test_a_module_holds_all_of_another():
-    one, other = network(), network()
+def test_a_module_holds_all_of_another_and_nothing_of_one_that_does_not_fit():
+    one, module = network(), network()
     for _ in range(3):
         one(torch.randn(4, 2))
-    hold_model(other, order(tensors=model_tensors(one)).tensors)
-    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
-
-
-@pytest.mark.parametrize("change", ["shape", "type", "name"])
-def test_a_model_that_does_not_fit_changes_nothing(change):
-    module, before = network(), network()
-    before.load_state_dict(module.state_dict())
-    tensors = {name: tensor + 1 for name, tensor in model_tensors(module).items()}
+    hold_model(module, order(tensors=model_tensors(one)).tensors)
+    assert all(map(torch.equal, one.state_dict().values(), module.state_dict().values()))
     name = "stage/model/1.running_var"  # not the first
-    tensor = tensors.pop(name)
-    if change == "shape":
-        tensors[name] = tensor.repeat(2)
-    elif change == "type":
-        tensors[name] = tensor.double()
-    else:
-        tensors[f"{name}s"] = tensor
-    with pytest.raises(OrderRefused, match=r"no 1\.running_var"):
-        hold_model(module, tensors)
-    assert all(map(torch.equal, module.state_dict().values(), before.state_dict().values()))
+    for change in ("shape", "type", "name"):
+        tensors = {name: tensor + 1 for name, tensor in model_tensors(one).items()}
+        tensor = tensors.pop(name)
+        if change == "shape":
+            tensors[name] = tensor.repeat(2)
+        elif change == "type":
+            tensors[name] = tensor.double()
+        else:
+            tensors[f"{name}s"] = tensor
+        with pytest.raises(OrderRefused, match=r"no 1\.running_var"):
+            hold_model(module, tensors)
+        assert all(map(torch.equal, module.state_dict().values(), one.state_dict().values()))
 
 
-def test_a_mask_arrives_with_its_number():
+def test_a_mask_arrives_with_its_number_and_a_damaged_one_is_refused():
     options, tensors = mask_tensors(RunMask(MASK, 3))
     assert mask_of(order(options=options, tensors=tensors)) == RunMask(MASK, 3)
     assert mask_of(order()) is None
-
-
-@pytest.mark.parametrize("damage", ["bits", "shape", "hash", "none"])
-def test_a_damaged_mask_is_refused(damage):
-    options, tensors = mask_tensors(RunMask(MASK, 0))
-    if damage == "bits":
-        tensors = {name: tensor ^ 2 for name, tensor in tensors.items()}
-    elif damage == "shape":
-        options["mask"]["shapes"] = {"weight": [2, 3]}
-    elif damage == "hash":
-        options["mask"]["hash"] = "0" * 32
-    else:
-        options["mask"] = None
-    with pytest.raises(OrderRefused, match="the order has no mask"):
-        mask_of(order(options=options, tensors=tensors))
-
-
-def memory_under(folder, number):
-    """Return a site's memory of one client under a mask."""
-    memory = SiteMemory(folder)
-    memory.serve(ClientMemory())
-    memory.follow_mask(RunMask(MASK, number))
-    return memory
+    for damage in (lambda told: told ^ 2, lambda told: told[:-1], torch.Tensor.float):
+        damaged = {name: damage(tensor) for name, tensor in tensors.items()}
+        with pytest.raises(OrderRefused, match="the order has no mask"):
+            mask_of(order(options=options, tensors=damaged))
 
 
 def test_a_site_that_missed_a_mask_says_so_if_its_clients_remember(tmp_path):
-    memory = memory_under(tmp_path, 2)
+    memory = SiteMemory(tmp_path)
+    memory.serve(ClientMemory())
+    memory.follow_mask(RunMask(MASK, 2))
+    assert SiteMemory(tmp_path).mask == RunMask(MASK, 2)  # which is on its disk
     memory.check_mask(RunMask(MASK, 9))  # nobody remembers anything
     memory._memory.put("feedback", 0, torch.ones(2))
     memory.check_mask(RunMask(MASK, 3))
     for number in (0, 2, 4):
         with pytest.raises(ConfigurationError, match="missed masks in between"):
             memory.check_mask(RunMask(MASK, number))
-
-
-def test_the_mask_of_what_is_remembered_is_on_disk(tmp_path):
-    memory_under(tmp_path, 2)
-    assert SiteMemory(tmp_path).mask == RunMask(MASK, 2)
 
 
 class Sites:
@@ -145,17 +114,20 @@ class Sites:
         return waiting
 
 
-def calibration(channel, module=None, **options):
+def clients_of(channel, module=None):
+    """Return clients at the sites of a channel, and the Trainer of their server."""
     trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.strategy.connect(module or LightningModule())
-    greeting = Greeting("seed_everything: 0", Counted("a" * 32), trainer, lambda: None)
-    remote = ClientsAtSites(Correspondence(channel), greeting, SITE_OF)
-    return CalibrationAtSites(remote, trainer, **options)
+    about = "seed_everything: 0", Counted("a" * 32), trainer, lambda: None
+    clients = ClientsAtSites(Correspondence(channel), *about)
+    clients.site_of |= SITE_OF
+    return clients, trainer
 
 
 def scores(channel, asked):
     values = {"weight": torch.zeros(2)}
-    return list(calibration(channel).scores(values, (0, 0), asked))
+    clients, _ = clients_of(channel)
+    return list(clients.sums("scores", asked, partial(_checked, values), values=values))
 
 
 def test_scores_come_in_the_order_of_the_clients_whichever_site_is_first():
@@ -170,79 +142,32 @@ def test_scores_come_in_the_order_of_the_clients_whichever_site_is_first():
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    "bad",
     [
+        torch.ones(2).bfloat16(),
+        torch.ones(2, dtype=torch.complex64),
+        torch.tensor([1.0, torch.inf]),
+        torch.tensor([1.0, -1.0]),
+    ],
+)
+def test_a_client_without_usable_scores_is_named(bad):
+    said = "its scores are no finite numbers ≥ 0"
+    for change, sentence in (
+        (lambda sent: dict.fromkeys(sent, bad), said),
         (lambda sent: {}, r"client 1 at site b: its site's answer has nothing of it"),
         (
-            lambda sent: {client: tensor[:1] for client, tensor in sent.items()},
-            "client 1 at site b: its scores are not of these entries",
+            lambda sent: dict.fromkeys(sent, torch.ones(1)),
+            "1 at site b: its scores are not of these",
         ),
-        *(
-            (lambda sent, bad=bad: dict.fromkeys(sent, bad), "its scores are no finite numbers ≥ 0")
-            for bad in (
-                torch.ones(2).bfloat16(),
-                torch.ones(2, dtype=torch.complex64),
-                torch.tensor([1.0, torch.inf]),
-                torch.tensor([1.0, -1.0]),
-            )
-        ),
-    ],
-)
-def test_a_client_without_usable_scores_is_named(change, sentence):
-    with pytest.raises(ConfigurationError, match=sentence):
-        scores(Sites(change), {1: 4})
-
-
-# what is refused at the server's door
-
-DP = {"clip_norm": 1.0, "noise_multiplier": 1.0}
-PLAIN = Mean(weight_by_examples=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "federation", "sentence"),
-    [
-        ({"head": LinearHead()}, {}, "head LinearHead exchanges sums many times"),
-        ({}, {"privacy": LocalDP(**DP), "aggregator": PLAIN}, "would reach the server in clear"),
-        ({}, {"aggregator": SecureMean()}, "the mask found from clients' scores would reach"),
-        (
-            {"mask_file": "m", "head": RidgeHead()},
-            {"aggregator": SecureMean()},
-            "the head fitted to clients' examples would reach",
-        ),
-    ],
-)
-def test_what_would_show_single_clients_is_refused(options, federation, sentence):
-    masks = MaskCalibration(**({"density": 0.1} | options))
-    with pytest.raises(ConfigurationError, match=sentence):
-        _check_calibration(masks, Federation(**federation))
-
-
-@pytest.mark.parametrize(
-    ("options", "federation"),
-    [
-        ({"head": RidgeHead()}, {}),
-        ({"mask_file": "m"}, {"aggregator": SecureMean()}),
-        (
-            {},
-            {
-                "privacy": CentralDP(**DP),
-                "aggregator": PLAIN,
-                "cohort": PoissonCohort(fraction=0.1),
-            },
-        ),
-    ],
-)
-def test_what_hides_nothing_or_shows_nothing_is_not(options, federation):
-    _check_calibration(MaskCalibration(**({"density": 0.1} | options)), Federation(**federation))
-    _check_calibration(None, Federation(**federation))
+    ):
+        with pytest.raises(ConfigurationError, match=sentence):
+            scores(Sites(change), {1: 4})
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_site_that_bounds_epsilon_scores_for_nobody(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_site_that_bounds_epsilon_scores_for_nobody(tmp_path):
     central = {
         "federation__privacy": built("CentralDP", clip_norm=0.5, noise_multiplier=1.0),
         "federation__aggregator": built("Mean", weight_by_examples=False),
@@ -251,6 +176,8 @@ def test_a_site_that_bounds_epsilon_scores_for_nobody(tmp_path, monkeypatch):
     config = configuration(**MASKED, **central)
     with (
         three_sites(config, most_epsilon=PrivacyBudget(epsilon=1e9)) as sites,
-        pytest.raises(ConfigurationError, match=r"calibration: site .: the site does not allow"),
+        pytest.raises(
+            ConfigurationError, match=r"calibration: client . at site .: the site does not allow"
+        ),
     ):
         over_network(sites, config, tmp_path / "network")

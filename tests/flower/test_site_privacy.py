@@ -1,7 +1,6 @@
 """What a site hides before anything leaves, and what of a run it believes: nothing that the server says."""
 
 import json
-import sys
 import time
 from dataclasses import replace
 from datetime import date, timedelta
@@ -64,16 +63,13 @@ def test_a_run_that_costs_too_much_is_refused_whatever_the_server_says(tmp_path)
     SitePrivacy(LOCAL, RUN, account(tmp_path, epsilon=cost * 1.01), range(6))
     with pytest.raises(Refused, match="would have spent"):
         SitePrivacy(LOCAL, RUN, account(tmp_path, epsilon=cost * 0.99), range(6))
+    endless = replace(RUN, num_rounds=None)
+    with pytest.raises(ConfigurationError, match=r"set trainer\.max_epochs"):
+        SitePrivacy(LOCAL, endless, account(tmp_path), range(6))
     with pytest.raises(Refused, match="would have spent"):  # the run's own δ counts for nothing
         SitePrivacy(
             replace(LOCAL, delta=0.9), RUN, account(tmp_path, epsilon=cost * 0.99), range(6)
         )
-
-
-def test_a_run_without_an_end_has_no_cost(tmp_path):
-    endless = AccountedRun(UniformCohort(size=2), num_clients=6, num_rounds=None, seed=3)
-    with pytest.raises(ConfigurationError, match=r"set trainer\.max_epochs"):
-        SitePrivacy(LOCAL, endless, account(tmp_path), range(6))
 
 
 def test_what_leaves_is_clipped_and_has_the_noise_of_the_client(tmp_path):
@@ -137,24 +133,24 @@ def test_a_run_goes_on_with_what_it_has_planned(tmp_path):
         resumed.check_order(order(9, *map(int, list(RUN.cohorts(10))[9])))
 
 
-@pytest.mark.parametrize(("days", "allowed"), [(365, False), (366, True)])
-def test_a_budget_per_year_comes_back(days, allowed, tmp_path):
+def test_a_budget_per_year_comes_back(tmp_path):
     spend(tmp_path, "1" * 32, epsilon=SPENT, per="year")
     file = tmp_path / "privacy.json"
-    then = (date.today() - timedelta(days=days)).isoformat()
-    file.write_text(file.read_text().replace(date.today().isoformat(), then))
-    if allowed:
-        assert spend(tmp_path, "2" * 32, epsilon=SPENT, per="year") < SPENT
-    else:
-        with pytest.raises(Refused, match="per: year"):
-            spend(tmp_path, "2" * 32, epsilon=SPENT, per="year")
+    told = file.read_text()
 
+    def days_later(days):
+        then = (date.today() - timedelta(days=days)).isoformat()
+        file.write_text(told.replace(date.today().isoformat(), then))
 
-@pytest.mark.parametrize("content", ["", "{}", '{"entries": [{}]}', '{"entries": 3}'])
-def test_a_ledger_that_cannot_be_read_is_not_taken_for_an_empty_one(content, tmp_path):
-    (tmp_path / "privacy.json").write_text(content)
-    with pytest.raises(Refused, match="restore it from a copy"):
-        SitePrivacy(FIRM, RUN, account(tmp_path, epsilon=SPENT), range(6))
+    days_later(365)
+    with pytest.raises(Refused, match="per: year"):
+        spend(tmp_path, "2" * 32, epsilon=SPENT, per="year")
+    days_later(366)
+    assert spend(tmp_path, "2" * 32, epsilon=SPENT, per="year") < SPENT
+    for content in ("", "{}", '{"entries": [{}]}', '{"entries": 3}'):  # is no empty one
+        file.write_text(content)
+        with pytest.raises(Refused, match="restore it from a copy"):
+            SitePrivacy(FIRM, RUN, account(tmp_path, epsilon=SPENT), range(6))
 
 
 def of(name, **options):
@@ -179,12 +175,21 @@ def audit_of(sites):
     return [json.loads(line) for line in (sites.folder / "audit.jsonl").read_text().splitlines()]
 
 
+HEAVY = {
+    "local steps of federation.local_epochs": {"federation__local_epochs": 10**9},
+    "more than most_parameters": {"model__init_args__network_kwargs__embed_dim": 10**6},
+}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_a_site_counts_itself_what_an_order_costs():
+def test_a_site_counts_itself_what_an_order_costs_and_does_no_more_work_than_it_allows():
     """The server says that its orders cost 0.5, with a configuration that costs more, or everything."""
     mean = {"federation__aggregator": of("Mean", weight_by_examples=False)}
-    budget = PrivacyBudget(epsilon=1.0)
-    with three_sites(configuration(), {"a": (0, 1)}, most_epsilon=budget) as sites:
+    policy = {"most_epsilon": PrivacyBudget(epsilon=1.0)}
+    policy |= {"most_steps": 1_000_000, "most_parameters": 10**7}
+    with three_sites(configuration(), {"a": (0, 1)}, **policy) as sites:
+        for said, options in HEAVY.items():
+            assert said in LyingServer(sites).refusal("hello", configuration(**options))
         for said, options in UNPAID.items():
             config, server = configuration(**mean, **options), LyingServer(sites)
             assert server.ask("hello", config).failure is None
@@ -208,20 +213,6 @@ def test_a_site_counts_itself_what_an_order_costs():
             }
 
 
-HEAVY = {
-    "local steps of federation.local_epochs": {"federation__local_epochs": 10**9},
-    "more than most_parameters": {"model__init_args__network_kwargs__embed_dim": 10**6},
-}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_a_site_does_no_more_work_than_it_allows():
-    limits = {"most_steps": 1_000_000, "most_parameters": 10**7}
-    with three_sites(configuration(), {"a": (0, 1)}, **limits) as sites:
-        for said, options in HEAVY.items():
-            assert said in LyingServer(sites).refusal("hello", configuration(**options))
-
-
 def test_an_order_that_takes_too_long_ends_as_refused():
     queue = OrderQueue(most_minutes=0.2 / 60)
     queue.start_clock()
@@ -238,11 +229,8 @@ def test_an_order_that_takes_too_long_ends_as_refused():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("log_unprotected", [False, True])
-def test_no_metric_leaves_without_noise_unless_the_site_says_so(
-    log_unprotected, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_no_metric_leaves_without_noise_unless_the_site_says_so(log_unprotected, tmp_path):
     local = {
         "class_path": "fl_lightning.LocalDP",
         "init_args": {

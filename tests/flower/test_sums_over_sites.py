@@ -61,17 +61,7 @@ def added(sites, agreed, clients=CLIENTS, lr=0.1):
     return adds(agreed, clients), lost
 
 
-@pytest.mark.parametrize("active", [False, True])
-def test_the_sum_is_that_of_the_vectors(active, tmp_path):
-    outcome, lost = added(Sites(tmp_path, active), session(active=active))
-    assert outcome.total.tolist() == [15, 6, 2**20 - 6]
-    assert outcome.survivors == frozenset(range(6))
-    assert lost == {}
-    assert min(outcome.cost.bytes_up.values()) > 0
-
-
-@pytest.mark.parametrize("told", [0.1, 0.0])
-@pytest.mark.parametrize("active", [False, True])
+@pytest.mark.parametrize(("active", "told"), [(False, 0.1), (True, 0.0)])
 def test_sites_that_were_given_different_orders_are_in_no_sum(active, told, tmp_path):
     """The attack: rate 0 for all but one site, whose update then is the sum."""
     sites = Sites(tmp_path, active)
@@ -81,8 +71,12 @@ def test_sites_that_were_given_different_orders_are_in_no_sum(active, told, tmp_
         added(sites, session(active=active), lr=told)
 
 
-def test_a_site_with_a_budget_is_in_no_sum_that_believes_the_server(tmp_path):
-    sites = Sites(tmp_path, most_epsilon=PrivacyBudget(epsilon=1.0))
+@pytest.mark.parametrize(
+    "policy", [{"most_epsilon": PrivacyBudget(epsilon=1.0)}, {"fewest_in_secure_sum": 6}]
+)
+def test_what_a_sites_policy_forbids_is_no_sum(policy, tmp_path):
+    """With a budget it is in no sum that believes the server; it says how few a sum may hide among."""
+    sites = Sites(tmp_path, **policy)
     with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
         added(sites, session())
 
@@ -115,11 +109,15 @@ def test_a_server_that_tells_each_site_what_it_expects_has_no_sum_either(tmp_pat
         added(TwoFaced(sites, purposes), session(active=True))
 
 
-@pytest.mark.parametrize("stage", list(ProtocolStage)[1:])
-@pytest.mark.parametrize("active", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "active"),
+    [
+        *((s, False) for s in list(ProtocolStage)[1:] if s != ProtocolStage.AGREE),
+        (ProtocolStage.MASK, True),
+        (ProtocolStage.AGREE, True),
+    ],
+)
 def test_a_site_that_is_killed_between_stages_is_left_out_or_counted(stage, active, tmp_path):
-    if stage == ProtocolStage.AGREE and not active:
-        return
     sites = Sites(tmp_path, active, threshold=2 / 3 if active else 1 / 2)
     sites.silent = {"c": stage}
     agreed = session(active=active, num_clients=6, threshold=5 if active else 4)
@@ -148,8 +146,9 @@ class Numbers:
         return replace(answer, tensors=dict.fromkeys(answer.tensors, self.numbers)).to_bytes()
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(
+    ("numbers", "place"), [*zip(NUMBERS, [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1], strict=True)]
+)
 def test_numbers_in_place_of_a_message_leave_the_site_out(place, numbers, tmp_path):
     sites = Sites(tmp_path, threshold=1 / 2)
     sites.sent = Numbers(place + 1, NUMBERS[numbers])
@@ -166,18 +165,15 @@ def test_a_round_that_is_added_again_gives_the_same_sum_and_no_other(tmp_path):
     first, _ = added(sites, session(run="1" * 32, threshold=4))
     for name in SITES:
         sites.start(name)  # what they have told is on their disks
+    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
+        added(sites, session(run="1" * 32, threshold=4))  # a run of the protocol is used once
     again, _ = added(sites, session(run="2" * 32, threshold=4))
     assert again.total.tolist() == first.total.tolist()
+    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
+        added(sites, session(run="4" * 32, threshold=3, num_clients=4), [0, 1, 2, 3])
     sites.silent = {"c": ProtocolStage.MASK}  # the server would learn what c's vectors are
     with pytest.raises(AbortedError, match="0 clients answered at stage REVEAL"):
         added(sites, session(run="3" * 32, threshold=4))
-
-
-def test_a_round_that_began_with_others_is_not_added(tmp_path):
-    sites = Sites(tmp_path, threshold=1 / 2)
-    added(sites, session(run="1" * 32, threshold=4))
-    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
-        added(sites, session(run="2" * 32, threshold=3, num_clients=4), [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -194,23 +190,10 @@ def test_a_server_cannot_change_what_the_configuration_says(change, tmp_path):
     sites, agreed = Sites(tmp_path, active="active" in change), {"active": "active" in change}
     with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
         added(sites, session(**agreed | change))
-    outcome, _ = added(sites, session(**agreed))  # and nothing has been used up
-    assert outcome.survivors == frozenset(range(6))
-
-
-def test_a_protocol_run_is_used_once(tmp_path):
-    sites = Sites(tmp_path)
-    added(sites, session())
-    for name in SITES:
-        sites.start(name)
-    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
-        added(sites, session())
-
-
-def test_a_site_says_how_few_a_sum_may_hide_among(tmp_path):
-    sites = Sites(tmp_path, fewest_in_secure_sum=6)
-    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
-        added(sites, session(threshold=5))
+    outcome, lost = added(sites, session(**agreed))  # and nothing has been used up
+    assert outcome.total.tolist() == [15, 6, 2**20 - 6]
+    assert (outcome.survivors, lost) == (frozenset(range(6)), {})
+    assert min(outcome.cost.bytes_up.values()) > 0
 
 
 def test_keys_that_a_site_does_not_know_are_refused(tmp_path):
@@ -222,7 +205,7 @@ def test_keys_that_a_site_does_not_know_are_refused(tmp_path):
         added(sites, session(active=True))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7), site=st.sampled_from(sorted(SITES)))
 def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
     sites = Sites(tmp_path_factory.mktemp("sums"), threshold=1 / 2)
@@ -245,27 +228,21 @@ def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
 AGREED = SecureStage(2, session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
 
 
-def test_what_is_agreed_comes_back_as_it_was():
-    assert read_document(SecureStage, document_of(AGREED)) == AGREED
-
-
 @pytest.mark.parametrize(
     ("place", "change"),
     [
         ("", {"stage": 9}),
-        ("", {"stage": None}),
         ("", {"session": None}),
         ("", {"clients": [0, 1]}),
-        ("", {"clients": [0, 0, 1, 2, 3, 4]}),
         ("", {"sites": "abcdef"}),
         ("session", {"size": "3"}),
         ("session", {"bits": 65}),
-        ("session", {"active": 1}),
         ("session", {"more": 1}),
     ],
 )
 def test_what_is_not_agreed_is_refused(place, change):
     options = document_of(AGREED)
+    assert read_document(SecureStage, options) == AGREED
     (options[place] if place else options).update(change)
     with pytest.raises(ValueError, match=r"."):
         read_document(SecureStage, options)

@@ -5,7 +5,10 @@ import pytest
 from golden.runs import NAMES, VARIANTS, result
 from golden.values import machine, read
 
-FAST = ("plain", "mask", "compressed", "scaffold")
+FAST = (
+    *("plain, sequential, 1", "scaffold, sequential, 1", "compressed, sequential, 1"),
+    *("plain, slots, 1", "mask, slots, 1"),
+)
 # Their weights depend on losses, for which there is no exact sum.
 NOT_EXACT = ("not exact", "afl", "qfedavg", "tilted_mean")
 # What they draw or round next depends on the last bit before: elsewhere they say nothing.
@@ -16,7 +19,7 @@ RUNS = [
         name,
         variant,
         id=f"{name}, {variant}",
-        marks=[] if name in FAST and variant.devices == 1 else pytest.mark.slow,
+        marks=[] if f"{name}, {variant}" in FAST else pytest.mark.slow,
     )
     for name in NAMES
     for variant in VARIANTS

@@ -114,7 +114,7 @@ def test_a_damaged_file_is_refused(tmp_path):
         "version": 1,
         "space": {"class_path": "fl_lightning.nas.MobileNet", "init_args": {"w": 1}},
     }
-    contents["of version 1, .* measure again with fl-lightning latency --out"] = json.dumps(before)
+    contents["has version 1, .* measure again with fl-lightning latency --out"] = json.dumps(before)
     for says, content in contents.items():
         path.write_text(content)
         with pytest.raises(ConfigurationError, match=says):

@@ -156,6 +156,13 @@ def test_zen_of_a_linear_layer_with_and_without_norms():
     assert value == pytest.approx(expected, abs=0.01)
 
 
+def test_zen_leaves_out_what_does_not_run():
+    convolution = nn.Conv2d(1, 1, 1, bias=False)
+    convolution.unused = nn.Sequential(nn.BatchNorm2d(1), nn.AdaptiveAvgPool2d(1))
+    value, weights, _, length = zen_of(convolution)
+    assert value == pytest.approx(math.log(0.01 * float(weights.abs()) * length), abs=1e-4)
+
+
 def test_fisher_sums_over_pixels_before_it_squares():
     # the convolution's outputs are (1, 1), and the mean halves them: logits (1, 0), Σ a · g = -P;
     # of the layer after it as above

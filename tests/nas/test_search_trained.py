@@ -128,7 +128,7 @@ def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch():
         (["--ckpt_path=none.ckpt", "--config", ONE_SHOT], "there is no file 'none.ckpt'"),
         (["--config", ONE_SHOT], "give --ckpt_path as well"),
         (["--ckpt_path=ONE", "--space=darts"], "space: with --ckpt_path it is the configuration's"),
-        (["--ckpt_path=ONE", "--score=synflow"], "synflow is computed on untrained networks"),
+        (["--ckpt_path=ONE", "--score=synflow"], "synflow needs untrained networks"),
         (["--ckpt_path=ONE", "--config=no.yaml"], "no.yaml"),
         (["--ckpt_path=ONE", "--config", CELLS], "another space: model.class_path"),
         (["--ckpt_path=ONE", "--constraint=joules<=1"], "Costs are flops, params, activations"),

@@ -1,6 +1,8 @@
 """A search over clients is the search over their pooled data; without clients it is the plain one."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -9,7 +11,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from toys import LoaderData, toy_trainer, weights
+from toys import LoaderData, SaveEverywhere, toy_trainer, weights
 
 from fl_lightning import CentralDP, ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.core.seeds import torch_generator
@@ -122,15 +124,15 @@ def supernet(space, rule=None, **options):
         channels=4,
         cells=1,
         optimizer=sgd,
-        architecture_optimizer=adam,
         clip_norm=1e9,
         seed=0,
-        **options,
+        **{"architecture_optimizer": adam} | options,
     )
 
 
-def fitted(module, datamodule, *callbacks, rounds=4):
-    toy_trainer(*callbacks, max_epochs=rounds).fit(module, datamodule=datamodule)
+def fitted(module, datamodule, *callbacks, rounds=4, devices=1, ckpt_path=None):
+    trainer = toy_trainer(*callbacks, max_epochs=rounds, devices=devices)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
     return module
 
 
@@ -399,6 +401,25 @@ def test_an_undecided_alpha_is_not_announced_as_found(caplog):
     assert "architecture:" in caplog.text
 
 
+def test_a_search_that_had_the_steps_it_needs_is_not_told_to_take_fewer(caplog):
+    """Gradients agree, and the rate is too low: not the number of steps is wrong."""
+    caplog.set_level("INFO")
+    slow = partial(torch.optim.SGD, lr=1e-4)
+    module = supernet(TwoLayers(), architecture_optimizer=slow)
+    fitted(module, data(vectors(), 1, 60), rounds=20)
+    assert (3 / module.signal.to_noise) ** 2 < 20
+    assert "Search longer, with a higher rate of alpha" in caplog.text
+
+
+def test_perturbation_needs_no_alpha_that_decides():
+    tiny = partial(torch.optim.Adam, lr=1e-6)
+    for selection, is_refused in (("alpha", True), ("perturbation", False)):
+        module = supernet(TwoLayers(), selection=selection, architecture_optimizer=tiny)
+        refused = pytest.raises(ConfigurationError, match="alpha cannot decide in this search")
+        with refused if is_refused else nullcontext():
+            fitted(module, data(vectors(), 1, 60), rounds=12)
+
+
 def test_a_rate_of_zero_is_refused():
     with pytest.raises(ConfigurationError, match="lr must be positive"):
         ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.0), local_lr=0.0)
@@ -418,20 +439,37 @@ def taught(module):
     return module
 
 
-def searched(module, num_clients):
+def searched(module, num_clients, *callbacks, **options):
     x, _ = vectors().tensors
     examples = TensorDataset(x, (x[:, 0] > 0).long().flatten())  # only the identity can be right
-    callbacks = [Federation(local_steps=1)] if num_clients > 1 else []
-    return fitted(module, data(examples, num_clients, 60), *callbacks, rounds=1)
+    if num_clients > 1:
+        callbacks = [*callbacks, Federation(local_steps=1)]
+    return fitted(module, data(examples, num_clients, 60), *callbacks, rounds=1, **options)
+
+
+BY_ACCURACY = [{"learn": Reward(best_of=20)}, {"selection": "perturbation"}]
+
+
+def to_teach(options):
+    rule = SinglePath() if "learn" in options else Softmax()
+    return taught(supernet(TwoLayers(), rule, **options))
 
 
 @pytest.mark.parametrize(
-    ("options", "num_clients"),
-    [({"learn": Reward(best_of=20)}, 3), ({"selection": "perturbation"}, 1)],
+    ("options", "num_clients", "devices"),
+    [(BY_ACCURACY[0], 3, 1), (BY_ACCURACY[1], 1, 1), (BY_ACCURACY[1], 3, 2)],
 )
-def test_accuracy_selects_against_alpha(options, num_clients):
-    rule = SinglePath() if "learn" in options else Softmax()
-    module = searched(taught(supernet(TwoLayers(), rule, **options)), num_clients)
+def test_accuracy_selects_against_alpha(options, num_clients, devices):
+    module = searched(to_teach(options), num_clients, devices=devices)
+    assert module.alpha.argmax() == 1
+    assert str(module.architecture) == "linear"
+
+
+@pytest.mark.parametrize(("options", "num_clients"), [(BY_ACCURACY[0], 1), (BY_ACCURACY[1], 3)])
+def test_accuracy_selects_when_a_killed_search_had_no_round_left(options, num_clients, tmp_path):
+    searched(to_teach(options), num_clients, SaveEverywhere(tmp_path))
+    saved = tmp_path / "0-end.ckpt"
+    module = searched(to_teach(options), num_clients, ckpt_path=saved)
     assert module.alpha.argmax() == 1
     assert str(module.architecture) == "linear"
 
@@ -500,6 +538,15 @@ def test_perturbation_selects_edges_where_a_space_keeps_some():
     module = searched(module, 3)
     assert str(module.space.derive(module.alpha)) == "linear~0"
     assert str(module.architecture) == "linear~1"
+
+
+def test_perturbation_keeps_the_edge_with_the_largest_alpha_if_none_is_missed():
+    module = supernet(Fork(), selection="perturbation")
+    with torch.no_grad():
+        module.network.head.weight.zero_()
+        module.alpha[1, 2] = 5.0
+    module.network.head.requires_grad_(False)
+    assert str(searched(module, 3).architecture) == "tanh~1"
 
 
 def test_perturbation_keeps_what_a_plain_loop_keeps():

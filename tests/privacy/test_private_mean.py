@@ -45,11 +45,6 @@ def test_clipping_never_grows_a_norm_and_keeps_the_direction(delta, clip_norm):
         assert torch.allclose(short.double(), expected, rtol=1e-5, atol=1e-30)
 
 
-def test_nothing_is_clipped_by_an_infinite_norm():
-    for delta in (torch.zeros(3), torch.tensor([1e30, -1e30, 3.0])):
-        assert torch.equal(clipped(delta, math.inf)[0], delta)
-
-
 @pytest.mark.parametrize("exact", [False, True])
 @given(deltas=st.lists(vectors, min_size=1, max_size=6))
 def test_unclipped_with_everybody_it_is_the_plain_mean_to_the_bit(deltas, exact):
@@ -75,13 +70,6 @@ def test_one_client_moves_the_sum_by_the_clip_norm_at_most(deltas, other, clip_n
     assert float((replaced - without).norm()) * expected <= 2 * clip_norm + slack
 
 
-def test_fewer_replies_do_not_change_the_denominator():
-    assert fold(PrivateMean(10.0), [[3.0, 4.0, 0.0]], clip_norm=1.0).tolist() == pytest.approx(
-        [0.06, 0.08, 0.0]
-    )
-    assert fold(PrivateMean(10.0), []).tolist() == [0.0, 0.0, 0.0]
-
-
 def test_sums_of_several_processes_add_up():
     deltas = [torch.randn(3, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     parts = [PrivateMean(5, exact=True), PrivateMean(5, exact=True)]
@@ -95,12 +83,9 @@ def test_sums_of_several_processes_add_up():
     )
 
 
-def test_adaptive_norm_by_the_vectors_of_the_paper():
-    assert update_noise_multiplier(1.0, 100 / 20) == pytest.approx(1.005037815259, abs=1e-12)
-    assert AdaptiveClip().next_norm(0.1, 0.9) == pytest.approx(0.09231163, abs=1e-8)
-    assert AdaptiveClip().next_norm(0.1, 0.2) == pytest.approx(0.10618365, abs=1e-8)
+def test_an_adaptive_norm_settles_where_half_of_the_norms_are_within():
     norm = 0.1
-    for _ in range(400):  # norms are 1: it settles where half of them are within
+    for _ in range(400):  # norms are 1
         norm = AdaptiveClip().next_norm(norm, unclipped=float(norm >= 1))
     assert norm == pytest.approx(1.0, rel=0.11)
 

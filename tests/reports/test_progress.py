@@ -72,19 +72,16 @@ def test_a_part_of_a_round_has_its_own_count():
     assert plain(Inner("writing report.html", 0).line(77)) == "writing report.html  0:00"
 
 
-@pytest.mark.parametrize(
-    ("logged", "said"),
-    [
+def test_the_line_of_a_round_says_how_many_clients_counted():
+    for logged, said in (
         ({"cohort_size": 1, "skipped": 0}, "1 client"),
         ({"cohort_size": 10, "skipped": 2}, "8 of 10 clients (2 skipped)"),
         ({"cohort_size": 9, "skipped": 2, "lost": 1}, "6 of 9 clients (2 skipped, 1 lost)"),
-    ],
-)
-def test_the_line_of_a_round_says_how_many_clients_counted(logged, said):
-    trainer = validating_trainer(max_epochs=3)
-    for name, value in logged.items():
-        trainer.callback_metrics[f"round/{name}"] = torch.tensor(float(value))
-    assert round_line(trainer) == f"epoch 1/3: {said}"
+    ):
+        trainer = validating_trainer(max_epochs=3)
+        for name, value in logged.items():
+            trainer.callback_metrics[f"round/{name}"] = torch.tensor(float(value))
+        assert round_line(trainer) == f"epoch 1/3: {said}"
 
 
 def test_a_warning_of_this_package_has_no_place_in_the_code():
@@ -93,17 +90,18 @@ def test_a_warning_of_this_package_has_no_place_in_the_code():
     assert elsewhere == "careful (UserWarning, mine.py:7)"
 
 
-def test_a_negative_rate_is_refused():
+def test_impossible_options_are_refused_and_a_bar_that_was_never_opened_is_not_closed():
     with pytest.raises(ConfigurationError, match=r"refresh_rate must be .* at least 0"):
         RoundProgressBar(-1)
     with pytest.raises(ConfigurationError, match="level must be one of 'debug', 'info'"):
         RunLog("loud")
+    # where processes are started, nobody sets callbacks up, and all hear of an exception
+    RoundProgressBar().on_exception(None, None, RuntimeError())
+    RunLog().on_exception(None, None, RuntimeError())
 
 
 def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, caplog, capsys):
     """A fit in Python: overview, rounds, results, and everything in the log file."""
-    from lightning.pytorch.loggers import CSVLogger
-
     bar = RoundProgressBar()
     trainer = validating_trainer(
         Federation(seed=0),
@@ -159,12 +157,6 @@ def test_a_log_ahead_of_the_federation_shows_warnings_of_a_second_fit(tmp_path):
         trainer.fit(Careful(), datamodule=toy_data())
         said = Path(logger.log_dir, "run.log").read_text()
         assert said.count("careful") == 1
-
-
-def test_a_bar_that_was_never_opened_is_not_closed():
-    """Where processes are started, nobody sets callbacks up, and all hear of an exception."""
-    RoundProgressBar().on_exception(None, None, RuntimeError())
-    RunLog().on_exception(None, None, RuntimeError())
 
 
 def test_a_calibration_counts_in_the_same_place(monkeypatch):

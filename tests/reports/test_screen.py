@@ -47,9 +47,12 @@ def test_what_is_printed_scrolls_above_the_lines(monkeypatch):
     assert lines(terminal)[-3:] == ["done", "after", ""]
 
 
-def test_the_beginning_of_a_line_waits_for_its_end(monkeypatch):
+def test_the_beginning_of_a_line_waits_for_its_end_and_no_color_is_kept_to(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
     terminal = at_a_terminal(monkeypatch)
-    screen = opened("bar")
+    screen = opened(run_line("round 1/2", 0.5, "", {}, 79))
+    assert "━" in terminal.getvalue()
+    screen.show("bar")
     print("begun ", end="", flush=True)
     assert lines(terminal) == ["bar"]
     screen.show("bar")
@@ -58,35 +61,25 @@ def test_the_beginning_of_a_line_waits_for_its_end(monkeypatch):
     assert lines(terminal) == ["begun and ended", "bar"]
     screen.close()
     assert lines(terminal) == ["begun and ended", "without an end", ""]
+    assert "\x1b[3" not in terminal.getvalue()
 
 
 def test_handlers_write_above_the_lines_and_get_their_streams_back(monkeypatch):
     terminal = at_a_terminal(monkeypatch)
     handler = logging.StreamHandler(terminal)
     logger = logging.getLogger("fl_lightning.somebody")
-    logger.addHandler(handler)
+    for each in (handler, logging.lastResort):  # the second follows standard error by itself
+        logger.addHandler(each)
     try:
         screen = opened("bar")
         logger.warning("careful")
-        assert lines(terminal) == ["careful", "bar"]
+        assert lines(terminal) == ["careful", "careful", "bar"]
         screen.close()
     finally:
-        logger.removeHandler(handler)
+        for each in (handler, logging.lastResort):
+            logger.removeHandler(each)
     assert handler.stream is terminal
     assert sys.stdout is sys.stderr is terminal
-
-
-def test_handlers_that_follow_standard_error_are_left_alone(monkeypatch):
-    terminal = at_a_terminal(monkeypatch)
-    logger = logging.getLogger("fl_lightning.follower")
-    logger.addHandler(logging.lastResort)
-    try:
-        screen = opened("bar")
-        logger.warning("above")
-        screen.close()
-    finally:
-        logger.removeHandler(logging.lastResort)
-    assert lines(terminal) == ["above", ""]
 
 
 def test_a_process_that_does_not_draw_clears_what_another_one_has_drawn(monkeypatch):
@@ -126,15 +119,6 @@ def test_a_terminal_without_signs_gets_a_bar_of_letters(monkeypatch):
     assert seen(raw.getvalue().decode("ascii").split("\x1b[J")[1], 80)[0].startswith(
         f"round 1/2  {'-' * 15}"
     )
-
-
-def test_no_color_is_kept_to(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    terminal = at_a_terminal(monkeypatch)
-    screen = opened(run_line("round 1/2", 0.5, "", {}, 79))
-    screen.close()
-    assert "━" in terminal.getvalue()
-    assert "\x1b[3" not in terminal.getvalue()
 
 
 def test_a_table_in_blocks_has_every_cell_once():

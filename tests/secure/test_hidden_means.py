@@ -56,8 +56,7 @@ def quantised_mean(updates, max_examples, levels=256):
     return torch.tensor([t * 2 / levels / counted - 1 for t in totals]), counted
 
 
-@pytest.mark.parametrize("protocol", ["run", "count"])
-@pytest.mark.parametrize("max_examples", [1, 20, 1000])
+@pytest.mark.parametrize(("protocol", "max_examples"), [("run", 20), ("count", 1), ("run", 1000)])
 def test_the_secure_mean_is_that_of_the_quantised_updates(protocol, max_examples):
     updates = some_updates()
     options = {"levels": 256, "max_examples": max_examples, "protocol": protocol}
@@ -69,13 +68,7 @@ def test_the_secure_mean_is_that_of_the_quantised_updates(protocol, max_examples
         assert not torch.allclose(mean, plain_mean(updates), atol=1e-6)
 
 
-def test_many_levels_give_the_mean_itself():
-    updates = some_updates()
-    mean = began(SecureMean(clip=4.0, levels=2**32), updates).close()
-    assert torch.allclose(mean, plain_mean(updates), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("clip", [0.5, 1.0, 8.0])
+@pytest.mark.parametrize("clip", [0.5, 8.0])
 def test_by_default_the_mean_is_the_plain_one_to_1e_6(clip):
     updates = some_updates(size=5000)
     exact = torch.stack([u.num_examples * u.delta.double().clamp(-clip, clip) for u in updates])
@@ -111,7 +104,7 @@ def test_every_run_of_a_seed_is_another_protocol_run_with_the_same_mean():
     assert runs[0][1] != runs[1][1]
 
 
-@pytest.mark.parametrize("options", [{}, {"active": True}, {"sparse": SparseGraph()}], ids=str)
+@pytest.mark.parametrize("options", [{"active": True}, {"sparse": SparseGraph()}], ids=str)
 def test_counting_gives_the_bits_and_bytes_of_running(options):
     updates = some_updates(num_clients=12, size=8)
     settings = {"num_clients": 14, "missing": [1, 2]}
@@ -123,20 +116,6 @@ def test_counting_gives_the_bits_and_bytes_of_running(options):
     assert set(run.protection_cost.bytes_up) == {1, 2} | {update.client_id for update in updates}
     assert set(run.protection_cost.seconds) == {"client_seconds", "server_seconds"}
     assert count.protection_cost.seconds == {}
-
-
-@pytest.mark.parametrize("protocol", ["run", "count"])
-def test_processes_that_share_the_clients_out_give_the_same_mean(protocol):
-    """Both halves as a gathering and a sum over processes would give them."""
-    updates = some_updates()
-    alone = began(SecureMean(protocol=protocol), updates).close()
-    halves = [began(SecureMean(protocol=protocol), updates[part::2]) for part in (0, 1)]
-    gathered, added = [], []
-    halves[1].exchange(
-        lambda mine: gathered.append(mine) or [mine], lambda v: added.append(v.clone())
-    )
-    halves[0].exchange(lambda mine: [mine, gathered[0]], lambda vector: vector.add_(added[0]))
-    assert torch.equal(halves[0].close(), alone)
 
 
 def test_random_coordinates_are_the_same_for_all_and_the_only_ones_that_travel():
@@ -184,6 +163,7 @@ class TestEncryptedMean:
     @pytest.fixture(autouse=True)
     def tenseal(self):
         pytest.importorskip("tenseal")
+        pytest.importorskip("phe")
 
     @pytest.mark.parametrize("max_examples", [1, 1024])
     def test_it_is_the_mean(self, max_examples):
@@ -198,11 +178,15 @@ class TestEncryptedMean:
             up, rel=0.02
         )
 
-    def test_after_the_first_round_only_what_moved_most_is_encrypted(self):
+    @pytest.mark.parametrize("paillier", [None, {"key_bits": 2048, "clip": 4.0}])
+    def test_after_the_first_round_only_what_moved_most_is_encrypted(self, paillier):
         updates = some_updates()
-        encrypted = began(EncryptedMean(fraction=0.1), updates)
+        scheme = None if paillier is None else Paillier(**paillier)
+        most = 1e-4 if paillier is None else 1e-6
+        encrypted = began(EncryptedMean(fraction=0.1, paillier=scheme), updates)
         first = encrypted.close()
-        assert torch.allclose(first, plain_mean(updates), rtol=0, atol=1e-4)
+        assert torch.allclose(first, plain_mean(updates), rtol=0, atol=most)
+        encrypted.start_round(ROUND + 1)
         encrypted.open(first)
         for update in updates:
             encrypted.add(update)
@@ -210,7 +194,11 @@ class TestEncryptedMean:
         largest = set(first.abs().topk(5).indices.tolist())
         in_clear = torch.tensor([i for i in range(SIZE) if i not in largest])
         assert total.clear.shape == (45,)
-        assert torch.allclose(encrypted.close(), plain_mean(updates), rtol=0, atol=1e-4)
+        assert torch.allclose(encrypted.close(), plain_mean(updates), rtol=0, atol=most)
+        up, _ = encrypted.typical_bytes(SIZE, 6)
+        assert np.mean(list(encrypted.protection_cost.bytes_up.values())) == pytest.approx(
+            up, rel=0.2
+        )
         share = sum(update.num_examples for update in updates) / (6 * 1024)
         assert torch.allclose(total.clear / share, plain_mean(updates)[in_clear], atol=1e-5)
 
@@ -249,22 +237,6 @@ class TestPaillier:
         assert (one - expected).abs().max() < 1e-6
         assert torch.equal(one, two)
 
-    def test_after_the_first_round_only_what_moved_most_is_encrypted(self):
-        updates = some_updates()
-        scheme = Paillier(key_bits=2048, clip=4.0)
-        encrypted = began(EncryptedMean(fraction=0.1, paillier=scheme), updates)
-        first = encrypted.close()
-        encrypted.start_round(ROUND + 1)
-        encrypted.open(first)
-        for update in updates:
-            encrypted.add(update)
-        assert encrypted._total.clear.shape == (45,)
-        up, _ = encrypted.typical_bytes(SIZE, 6)
-        assert (encrypted.close() - plain_mean(updates)).abs().max() < 1e-6
-        assert np.mean(list(encrypted.protection_cost.bytes_up.values())) == pytest.approx(
-            up, rel=0.2
-        )
-
     def test_a_vector_that_takes_too_long_is_refused_with_the_time(self):
         encrypted = EncryptedMean(paillier=Paillier(key_bits=2048))
         encrypted.begin(Terms(most_clients=3))
@@ -275,11 +247,9 @@ class TestPaillier:
         with pytest.raises(ConfigurationError, match="takes about"):
             encrypted.open(torch.empty(10_000_000))
 
-    @pytest.mark.parametrize("options", [{"key_bits": 1024}, {"clip": 0.0}, {"max_seconds": -1.0}])
-    def test_refusals(self, options):
-        with pytest.raises(ConfigurationError, match=f"Paillier: {next(iter(options))} must be"):
-            Paillier(**options)
-
-    def test_options_of_both_schemes_are_refused(self):
-        with pytest.raises(ConfigurationError, match="degree 16384 is of CKKS"):
+    def test_refusals(self):
+        for option, value in (("key_bits", 1024), ("clip", 0.0), ("max_seconds", -1.0)):
+            with pytest.raises(ConfigurationError, match=f"Paillier: {option} must be"):
+                Paillier(**{option: value})
+        with pytest.raises(ConfigurationError, match="degree 16384 is an option of CKKS"):
             EncryptedMean(degree=16384, paillier=Paillier())

@@ -39,8 +39,7 @@ def deltas(count, size, seed=0):
     return torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("fraction", [None, 0.1, 1.0])
-@pytest.mark.parametrize("size", [1, 5000])
+@pytest.mark.parametrize(("fraction", "size"), [(None, 1), (None, 5000), (0.1, 5000), (1.0, 1)])
 def test_the_opened_sum_is_the_sum(ckks_keys, fraction, size):
     values = deltas(5, size)
     selected = None if fraction is None else most_sensitive(values.abs().sum(0), fraction)
@@ -104,7 +103,7 @@ def test_strangers_messages_are_refused(ckks_keys):
             layout.decoded(bytes(changed))
     whole = update.ciphertexts[0]
     for junk in (b"", b"junk", whole[:1000], whole[:-1], b"\xff" * len(whole)):
-        with pytest.raises(MessageError, match=r"another length|not below its prime"):
+        with pytest.raises(MessageError, match=r"another length|not below its modulus"):
             server.plus(None, EncryptedUpdate((junk,), update.clear))
     with pytest.raises(MessageError, match="no encrypted update of 2 ciphertexts and 0 numbers"):
         CKKSLayout(5000).decoded(data)
@@ -158,7 +157,7 @@ def test_nothing_but_the_sum_of_those_who_are_named_is_opened(three, ckks_keys, 
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_no_bit_of_a_sum_can_be_changed(three, place, bit):
@@ -200,18 +199,14 @@ def test_numbers_outside_their_range_are_refused(ckks_keys):
             client.encrypt(torch.tensor(values))
     with pytest.raises(ValueError, match="shape"):
         client.encrypt(torch.ones(4))
+    largest = client._layout.parameters.largest * (1 - 1e-6)  # which is let through, and comes back
+    halves = torch.tensor([largest, -largest, 0.0], dtype=torch.float64) / 2
+    sent, senders = zip(*(client.encrypt(halves, at) for at in range(2)), strict=True)
+    opened = client.open(CKKSServer(client._layout).sum(sent), senders).tolist()
+    assert opened == pytest.approx([largest, -largest, 0.0], abs=1e-5)
     for selected in ([1, 1], [2, 1], [-1], [3]):
         with pytest.raises(ValueError, match="increasing"):
             CKKSLayout(3, torch.tensor(selected))
-
-
-def test_the_largest_number_that_is_let_through_comes_back(ckks_keys):
-    layout = CKKSLayout(2)
-    largest = layout.parameters.largest * (1 - 1e-6)
-    client, server = CKKSClient(layout, ckks_keys), CKKSServer(layout)
-    halves = torch.tensor([largest, -largest], dtype=torch.float64) / 2
-    sent, senders = zip(*(client.encrypt(halves, at) for at in range(2)), strict=True)
-    assert client.open(server.sum(sent), senders).tolist() == pytest.approx([largest, -largest])
 
 
 @pytest.mark.parametrize(
@@ -234,7 +229,7 @@ def test_unsafe_parameters_are_refused(options, message):
         CKKSParameters(**options)
 
 
-@pytest.mark.parametrize("degree", [4096, 8192, 16384])
+@pytest.mark.parametrize("degree", [4096, 8192])
 def test_the_limits_are_those_of_the_library(degree):
     most = MOST_BITS[degree]
     count = -(-most // 50)

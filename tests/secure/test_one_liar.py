@@ -36,13 +36,13 @@ from fl_lightning.secure.protocol.shamir import (
     share_hashes,
 )
 
-UP = {
-    ProtocolStage.ADVERTISE: Advertisement,
-    ProtocolStage.SHARE: SealedShares,
-    ProtocolStage.MASK: MaskedVector,
-    ProtocolStage.AGREE: SignedSurvivors,
-    ProtocolStage.REVEAL: RevealedShares,
-}
+UP = dict(
+    zip(
+        ProtocolStage,
+        (Advertisement, SealedShares, MaskedVector, SignedSurvivors, RevealedShares),
+        strict=True,
+    )
+)
 
 
 def flipped(data, at=0):
@@ -88,20 +88,6 @@ def false_share(offset):
     return change
 
 
-def other_seed(made, client, message, victim):
-    return replace(message, commitment=seed_commitment(made, client._place, bytes(32)))
-
-
-def no_own_pad(made, client, message, victim):
-    return replace(message, values=client._vector)
-
-
-def one_number(made, client, message, victim):
-    values = message.values.copy()
-    values[victim % made.size] ^= 1 << made.bits - 1
-    return MaskedVector(values)
-
-
 def other_keys(at):
     def change(made, client, message, victim):
         keys = bytearray(message.keys)
@@ -111,40 +97,42 @@ def other_keys(at):
     return change
 
 
-def told(kind):
-    return lambda made, client, m, victim: replace(m, **{kind: entry(getattr(m, kind), victim)})
+def told(kind, at=0, own=False):
+    """Return a change of one bit of what is told of the victim, or of oneself."""
+    return lambda made, client, m, victim: replace(
+        m, **{kind: entry(getattr(m, kind), client._place if own else victim, at)}
+    )
 
 
+def one_number(made, client, message, victim):
+    values = message.values.copy()
+    values[victim % made.size] ^= 1 << made.bits - 1
+    return MaskedVector(values)
+
+
+def of_seed(commitment):
+    return lambda made, client, m, victim: replace(m, commitment=commitment(made, client, m))
+
+
+ADVERTISE, SHARE, MASK, AGREE, REVEAL = ProtocolStage
 LIES = {
-    "box key": Liar(ProtocolStage.ADVERTISE, other_keys(0)),
-    "pad key": Liar(ProtocolStage.ADVERTISE, other_keys(32)),
-    "box": Liar(
-        ProtocolStage.SHARE, lambda s, c, m, v: replace(m, boxes=entry(m.boxes, v)), named=True
-    ),
-    "hash": Liar(
-        ProtocolStage.SHARE, lambda s, c, m, v: replace(m, hashes=entry(m.hashes, v)), named=True
-    ),
+    "box key": Liar(ADVERTISE, other_keys(0)),
+    "pad key": Liar(ADVERTISE, other_keys(32)),
+    "box": Liar(SHARE, told("boxes"), named=True),
+    "hash": Liar(SHARE, told("hashes"), named=True),
     # of the seed's share: nobody is asked for the share of its own key
-    "own hash": Liar(
-        ProtocolStage.SHARE,
-        lambda s, c, m, v: replace(m, hashes=entry(m.hashes, c._place, SHARE_HASH_SIZE)),
-        named=True,
+    "own hash": Liar(SHARE, told("hashes", SHARE_HASH_SIZE, own=True), named=True),
+    "commitment": Liar(SHARE, of_seed(lambda s, c, m: flipped(m.commitment)), named=True),
+    "other seed": Liar(
+        SHARE, of_seed(lambda s, c, m: seed_commitment(s, c._place, bytes(32))), named=True
     ),
-    "commitment": Liar(
-        ProtocolStage.SHARE,
-        lambda s, c, m, v: replace(m, commitment=flipped(m.commitment)),
-        named=True,
-    ),
-    "other seed": Liar(ProtocolStage.SHARE, other_seed, named=True),
-    "false share of the key": Liar(ProtocolStage.SHARE, false_share(0), named=True),
-    "false share of the seed": Liar(ProtocolStage.SHARE, false_share(33), named=True),
-    "no pad": Liar(ProtocolStage.MASK, no_own_pad),
-    "one number": Liar(ProtocolStage.MASK, one_number),
-    "seed told": Liar(ProtocolStage.REVEAL, told("seeds"), named=True),
-    "key told": Liar(ProtocolStage.REVEAL, told("keys"), named=True),
-    "survivors signed": Liar(
-        ProtocolStage.AGREE, lambda s, c, m, v: SignedSurvivors(flipped(m.signature))
-    ),
+    "false share of the key": Liar(SHARE, false_share(0), named=True),
+    "false share of the seed": Liar(SHARE, false_share(33), named=True),
+    "no pad": Liar(MASK, lambda s, c, m, v: replace(m, values=c._vector)),
+    "one number": Liar(MASK, one_number),
+    "seed told": Liar(REVEAL, told("seeds"), named=True),
+    "key told": Liar(REVEAL, told("keys"), named=True),
+    "survivors signed": Liar(AGREE, lambda s, c, m, v: SignedSurvivors(flipped(m.signature))),
 }
 
 
@@ -270,8 +258,7 @@ def test_a_liar_makes_no_wrong_sum_with_no_share_to_spare(name):
     """Two others fall silent, one before its vector and one after, so that every share is needed."""
     lie, finished = LIES[name], 0
     made = made_for(name)
-    for place, shift in itertools.product(range(6), (1, 4)):
-        victim = (place + shift) % 6
+    for place, victim in ((0, 1), (3, 1), (5, 0)):
         late, early = [p for p in range(6) if p not in (place, victim)][:2]
         for dropouts in (
             {},
@@ -298,6 +285,7 @@ def test_a_liar_makes_no_wrong_sum_for_every_pattern_of_dropouts(name, place, vi
     assert play.sums or play.reasons
 
 
+@pytest.mark.slow
 def test_without_a_liar_every_one_of_these_patterns_has_its_sum():
     play = Play(session(bits=20))
     play.always()
@@ -347,7 +335,7 @@ class Channel(Play):
 def test_a_pad_key_that_is_changed_on_its_way_to_one_client():
     """Both clients leave: they can open none of the other's boxes. The other four have their sum."""
     made = session(bits=20)
-    for place, peer in itertools.permutations(range(6), 2):
+    for place, peer in ((0, 1), (1, 0), (2, 5), (5, 3)):
 
         def change(data, place=place, peer=peer):
             _, roster = decode(made, data, Roster)
@@ -383,7 +371,7 @@ def played_with_damage(count, active):
 
 @pytest.mark.parametrize("active", [False, True])
 def test_one_changed_byte_makes_no_wrong_sum(active):
-    assert 10 < played_with_damage(50, active) < 50
+    assert 5 < played_with_damage(25, active) < 25
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def closed(secure, made, clients, missing=()):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"protocol": "count"}, {"active": True}, {"sparse": SparseGraph()}], ids=str
+    "options", [{"protocol": "count"}, {"active": True}, {"sparse": SparseGraph()}], ids=str
 )
 def test_what_is_released_is_the_sum_of_what_clients_sent(options):
     secure = SecureMean(**options)

@@ -41,7 +41,7 @@ def test_pads_are_the_keystream_of_rfc_8439():
         assert pad(bytes(32), 1024 // bits, Ring(bits)).tobytes() == keystream
 
 
-@pytest.mark.parametrize("bits", [5, 8, 20, 32, 64])
+@pytest.mark.parametrize("bits", [5, 20, 64])
 def test_pads_go_on_over_chunks_and_cancel(bits):
     ring, count = Ring(bits), 2 * CHUNK // Ring(bits).dtype.itemsize + 3
     whole = pad(b"k" * 32, count, ring)
@@ -55,7 +55,7 @@ def test_pads_go_on_over_chunks_and_cancel(bits):
     assert np.array_equal(ring.reduced(total), values)
 
 
-@pytest.mark.parametrize("bits", [8, 20, 32, 64])
+@pytest.mark.parametrize("bits", [20, 64])
 def test_pads_pass_a_chi_square_test(bits):
     ring = Ring(bits)
     values = pad(b"chi" + bytes(29), 200_000, ring)
@@ -91,13 +91,10 @@ def test_secrets_differ_with_everything_in_their_context():
     assert len(secrets) == 13
 
 
-def test_keys_without_a_secret_are_refused():
-    with pytest.raises(ValueError, match="client 4 is of low order"):
-        AgreementKey(b"k" * 32).secret_with(bytes(32), "pads", b"", me=0, peer=4)
-
-
-def test_private_keys_are_not_shown():
+def test_keys_without_a_secret_are_refused_and_private_ones_not_shown():
     key = AgreementKey(b"k" * 32)
+    with pytest.raises(ValueError, match="client 4 is of low order"):
+        key.secret_with(bytes(32), "pads", b"", me=0, peer=4)
     assert key.public.hex() in repr(key)
     assert "6b6b6b" not in repr(key)
 
@@ -118,17 +115,6 @@ def test_a_changed_box_or_signature_is_seen(bit):
         signatures.check("keys", 1, b"content", bytes(signature))
 
 
-def test_any_three_of_five_shares_tell_the_secret_and_two_do_not():
-    secret = bytes(range(32))
-    shares = split(secret, range(1, 6), 3, system_entropy)
-    for count in range(3, 6):
-        for some in itertools.combinations(shares, count):
-            assert combine({x: shares[x] for x in some}, 3) == secret
-    for some in itertools.combinations(shares, 2):
-        with pytest.raises(ValueError, match="2 shares of the 3"):
-            combine({x: shares[x] for x in some}, 3)
-
-
 @settings(max_examples=25)
 @given(st.integers(1, 20), st.integers(0, 10), st.binary(min_size=32, max_size=32), st.randoms())
 def test_enough_shares_tell_any_secret(threshold, extra, secret, chance):
@@ -136,6 +122,9 @@ def test_enough_shares_tell_any_secret(threshold, extra, secret, chance):
     shares = split(secret, places, threshold, seeded_entropy(0, "shares", threshold))
     some = chance.sample(places, chance.randint(threshold, len(places)))
     assert combine({x: shares[x] for x in some}, threshold) == secret
+    few = dict(list(shares.items())[: threshold - 1])
+    with pytest.raises(ValueError, match=f"{len(few)} shares of the {threshold}"):
+        combine(few, threshold)
 
 
 def test_one_share_less_fits_every_secret():
@@ -154,19 +143,16 @@ def test_false_shares_are_seen_where_there_are_more_than_needed():
             combine(shares | {x: (shares[x] + 1) % PRIME}, 4)
 
 
-@pytest.mark.parametrize(
-    ("secret", "places", "threshold", "message"),
-    [
+def test_impossible_shares_are_refused():
+    for secret, places, threshold, message in (
         (bytes(31), [1, 2], 2, "32 bytes"),
         (bytes(32), [1, 1], 2, "distinct"),
         (bytes(32), [0, 1], 2, "distinct"),
         (bytes(32), [1, 2], 3, "threshold"),
         (bytes(32), [1, 2], 0, "threshold"),
-    ],
-)
-def test_impossible_shares_are_refused(secret, places, threshold, message):
-    with pytest.raises(ValueError, match=message):
-        split(secret, places, threshold, system_entropy)
+    ):
+        with pytest.raises(ValueError, match=message):
+            split(secret, places, threshold, system_entropy)
 
 
 @given(st.sets(st.integers(0, 99), min_size=2), st.integers(1, 20), st.integers(0, 3))

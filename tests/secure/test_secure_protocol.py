@@ -32,7 +32,6 @@ from fl_lightning.secure.protocol.session import (
     ProtocolStage,
     RefusedError,
     Session,
-    SparseGraph,
 )
 from fl_lightning.secure.simulation import shortcut, simulate
 
@@ -114,13 +113,13 @@ class Tree:
 
 @pytest.mark.parametrize(
     ("options", "stages", "sums"),
-    [({"bits": 20}, 4, 265), ({"active": True, "threshold": 5, "size": 1}, 5, 31)],
+    [({"bits": 20, "threshold": 3}, 4, 181), ({"active": True, "threshold": 4, "size": 1}, 5, 26)],
 )
 def test_the_sum_is_exact_for_every_pattern_of_dropouts(options, stages, sums):
-    tree = Tree(session(**options))
+    tree = Tree(session(num_clients=5, **options))
     clients, server = parties(tree.session, tree.vectors)
     tree.walk(clients, server, dict.fromkeys(clients, b""))
-    assert tree.patterns == (stages + 1) ** 6
+    assert tree.patterns == (stages + 1) ** 5
     assert tree.sums == sums  # those with at most two dropouts, or one
 
 
@@ -156,7 +155,7 @@ def outcome_of(run, *arguments):
 def test_larger_cases_and_the_shortcut_to_the_same_outcome():
     finished = dict.fromkeys(("complete", "active", "sparse"), 0)
     aborted = counted = 0
-    for seed in range(72):
+    for seed in range(48):
         made, dropouts = random_case(seed)
         if seed % 4:  # for which there is a shortcut
             dropouts = dict.fromkeys(dropouts, ProtocolStage.MASK)
@@ -177,18 +176,7 @@ def test_larger_cases_and_the_shortcut_to_the_same_outcome():
             assert short.cost.bytes_up == outcome.cost.bytes_up
             assert short.cost.bytes_down == outcome.cost.bytes_down
             counted += 1
-    assert min(finished.values()) >= 8
-    assert min(aborted, counted) >= 8
-
-
-def test_a_sparse_plan_carries_a_round_with_its_dropouts():
-    k, threshold = SparseGraph(corrupt=0.05, dropped=0.2).plan(60)
-    made = session(num_clients=60, num_neighbours=k, threshold=threshold)
-    vectors = vectors_of(made)
-    dropouts = dict.fromkeys(range(0, 60, 5), ProtocolStage.MASK)
-    outcome = simulate(made, vectors, dropouts)
-    assert outcome.survivors == frozenset(range(60)) - dropouts.keys()
-    assert outcome.total.tolist() == plain_sum(made, vectors, outcome.survivors)
+    assert min(*finished.values(), aborted, counted) >= 5
 
 
 def conversation(made, until, dropouts=()):
@@ -223,127 +211,71 @@ def without(table, *places):
     return {place: entry for place, entry in table.items() if place not in places}
 
 
-@pytest.mark.parametrize(
-    ("stage", "active", "change", "refusal"),
-    [
-        (
-            ProtocolStage.SHARE,
-            False,
-            lambda m: Roster(frozenset({0, 1, 2}), without(m.keys, 3, 4, 5)),
-            "3 participants are too few",
+# by stage and whether the server may be active: what a client says, and of which lie
+OF_THE_SERVER = {
+    (ProtocolStage.SHARE, False): {
+        "3 participants are too few": lambda m: Roster(
+            frozenset({0, 1, 2}), without(m.keys, 3, 4, 5)
         ),
-        (
-            ProtocolStage.SHARE,
-            False,
-            lambda m: Roster(m.participants - {0}, without(m.keys, 0)),
-            "leaves this client out",
+        "leaves this client out": lambda m: Roster(m.participants - {0}, without(m.keys, 0)),
+        "keys of this client and its neighbours": lambda m: replace(m, keys=without(m.keys, 5)),
+        "another key for this client": lambda m: replace(m, keys={**m.keys, 0: bytes(64)}),
+        "two keys in the roster are the same": lambda m: replace(m, keys={**m.keys, 1: m.keys[2]}),
+    },
+    (ProtocolStage.SHARE, True): {
+        "signature of client 1's keys is wrong": lambda m: replace(
+            m, keys={**m.keys, 1: bytes(range(64)) + m.keys[1][64:]}
         ),
-        (
-            ProtocolStage.SHARE,
-            False,
-            lambda m: replace(m, keys=without(m.keys, 5)),
-            "keys of this client and its neighbours",
+    },
+    (ProtocolStage.MASK, False): {
+        "3 clients that shared are too few": lambda m: replace(m, sharers=frozenset({0, 1, 2})),
+        "boxes must be those of exactly the neighbours that shared": lambda m: replace(
+            m, boxes=without(m.boxes, 5)
         ),
-        (
-            ProtocolStage.SHARE,
-            False,
-            lambda m: replace(m, keys={**m.keys, 0: bytes(64)}),
-            "another key for this client",
+        "the box from client 1 to client 0 is forged": lambda m: replace(
+            m, boxes={**m.boxes, 1: m.boxes[2]}
         ),
-        (
-            ProtocolStage.SHARE,
-            False,
-            lambda m: replace(m, keys={**m.keys, 1: m.keys[2]}),
-            "two keys in the roster are the same",
+        "this client among them": lambda m: replace(m, sharers=m.sharers - {0}),
+    },
+    (ProtocolStage.REVEAL, False): {
+        r"both secrets of clients \[2\]": lambda m: replace(m, dropped=frozenset({2})),
+        "together must be exactly the clients that sent shares": lambda m: replace(
+            m, survivors=m.survivors - {2}
         ),
-        (
-            ProtocolStage.SHARE,
-            True,
-            lambda m: replace(m, keys={**m.keys, 1: bytes(range(64)) + m.keys[1][64:]}),
-            "signature of client 1's keys is wrong",
+        "3 survivors are too few": lambda m: RevealRequest(
+            frozenset({0, 1, 2}), frozenset({3, 4, 5}), {}
         ),
-        (
-            ProtocolStage.MASK,
-            False,
-            lambda m: replace(m, sharers=frozenset({0, 1, 2})),
-            "3 clients that shared are too few",
+        "survivors leave this client out": lambda m: RevealRequest(
+            m.survivors - {0}, frozenset({0}), {}
         ),
-        (
-            ProtocolStage.MASK,
-            False,
-            lambda m: replace(m, boxes=without(m.boxes, 5)),
-            "boxes must be those of exactly the neighbours that shared",
+    },
+    (ProtocolStage.AGREE, True): {
+        "4 survivors are too few": lambda m: Survivors(frozenset({0, 1, 2, 3})),
+    },
+    (ProtocolStage.REVEAL, True): {
+        "survivors have changed since this client signed": lambda m: RevealRequest(
+            m.survivors - {5}, frozenset({5}), without(m.signatures, 5)
         ),
-        (
-            ProtocolStage.MASK,
-            False,
-            lambda m: replace(m, boxes={**m.boxes, 1: m.boxes[2]}),
-            "the box from client 1 to client 0 is forged",
+        "4 signatures of the survivors are below the threshold, 5": lambda m: replace(
+            m, signatures=without(m.signatures, 4, 5)
         ),
-        (
-            ProtocolStage.MASK,
-            False,
-            lambda m: replace(m, sharers=m.sharers - {0}),
-            "this client among them",
+        "signature of client 1's survivors is wrong": lambda m: replace(
+            m, signatures={**m.signatures, 1: m.signatures[2]}
         ),
-        (
-            ProtocolStage.REVEAL,
-            False,
-            lambda m: replace(m, dropped=frozenset({2})),
-            r"both secrets of clients \[2\]",
-        ),
-        (
-            ProtocolStage.REVEAL,
-            False,
-            lambda m: replace(m, survivors=m.survivors - {2}),
-            "together must be those who shared",
-        ),
-        (
-            ProtocolStage.REVEAL,
-            False,
-            lambda m: RevealRequest(frozenset({0, 1, 2}), frozenset({3, 4, 5}), {}),
-            "3 survivors are too few",
-        ),
-        (
-            ProtocolStage.REVEAL,
-            False,
-            lambda m: RevealRequest(m.survivors - {0}, frozenset({0}), {}),
-            "survivors leave this client out",
-        ),
-        (
-            ProtocolStage.AGREE,
-            True,
-            lambda m: Survivors(frozenset({0, 1, 2, 3})),
-            "4 survivors are too few",
-        ),
-        (
-            ProtocolStage.REVEAL,
-            True,
-            lambda m: RevealRequest(m.survivors - {5}, frozenset({5}), without(m.signatures, 5)),
-            "survivors have changed since this client signed",
-        ),
-        (
-            ProtocolStage.REVEAL,
-            True,
-            lambda m: replace(m, signatures=without(m.signatures, 4, 5)),
-            "4 signatures of the survivors are below the threshold, 5",
-        ),
-        (
-            ProtocolStage.REVEAL,
-            True,
-            lambda m: replace(m, signatures={**m.signatures, 1: m.signatures[2]}),
-            "signature of client 1's survivors is wrong",
-        ),
-    ],
-)
-def test_a_client_refuses_a_server_that_lies(stage, active, change, refusal):
+    },
+}
+
+
+@pytest.mark.parametrize(("stage", "active"), OF_THE_SERVER)
+def test_a_client_refuses_a_server_that_lies(stage, active):
     made = session(active=active, threshold=5 if active else 4)
-    clients, _, incoming = conversation(made, stage)
-    told = lie(made, incoming[0], KINDS[stage], change)
-    with pytest.raises((RefusedError, ForgedError), match=refusal):
-        clients[0].receive(told)
-    with pytest.raises(RefusedError, match="has left the session"):
-        clients[0].receive(incoming[0])
+    for refusal, change in OF_THE_SERVER[stage, active].items():
+        clients, _, incoming = conversation(made, stage)
+        told = lie(made, incoming[0], KINDS[stage], change)
+        with pytest.raises((RefusedError, ForgedError), match=refusal):
+            clients[0].receive(told)
+        with pytest.raises(RefusedError, match="has left the session"):
+            clients[0].receive(incoming[0])
 
 
 def test_a_client_refuses_survivors_that_never_shared():
@@ -401,26 +333,20 @@ def test_a_client_gives_no_round_twice_and_remembers_after_a_restart():
         client.advertise()
 
 
-def test_the_same_vector_in_two_rounds_gives_unrelated_bytes():
+def test_masked_vectors_tell_nothing_before_the_end():
     sent = []
-    for round_index in (0, 1):
-        made = session(round_index=round_index, size=20_000, bits=32)
+    for round_index in (0, 1):  # of the same vectors
+        made = session(round_index=round_index, size=100_000, bits=8)
         clients, _, incoming = conversation(made, ProtocolStage.MASK)
-        sent.append(decode(made, clients[0].receive(incoming[0]), MaskedVector)[1].values)
-    changed = np.unpackbits((sent[0] ^ sent[1]).view(np.uint8)).mean()
-    assert abs(changed - 0.5) < 4 * 0.5 / (32 * 20_000) ** 0.5
-
-
-@pytest.mark.parametrize("sum_of_two", [False, True])
-def test_masked_vectors_tell_nothing_before_the_end(sum_of_two):
-    made = session(size=100_000, bits=8)
-    clients, _, incoming = conversation(made, ProtocolStage.MASK)
-    sent = [decode(made, clients[p].receive(incoming[p]), MaskedVector)[1].values for p in (0, 1)]
-    seen = sent[0] + sent[1] if sum_of_two else sent[0]
-    counts = np.bincount(seen, minlength=256)
-    expected = len(seen) / 256
-    # 255 degrees of freedom: mean 255, standard deviation 22.6
-    assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 4 * 22.6
+        answers = [clients[p].receive(incoming[p]) for p in (0, 1)]
+        sent.append([decode(made, data, MaskedVector)[1].values for data in answers])
+    changed = np.unpackbits(sent[0][0] ^ sent[1][0]).mean()
+    assert abs(changed - 0.5) < 4 * 0.5 / (8 * 100_000) ** 0.5
+    for seen in (sent[0][0], sent[0][0] + sent[0][1]):
+        counts = np.bincount(seen, minlength=256)
+        expected = len(seen) / 256
+        # 255 degrees of freedom: mean 255, standard deviation 22.6
+        assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 4 * 22.6
 
 
 def test_the_server_refuses_what_others_would_stumble_over():
@@ -431,7 +357,7 @@ def test_the_server_refuses_what_others_would_stumble_over():
     with pytest.raises(MessageError, match="exactly its neighbours"):
         server.receive(missing)
     assert server.receive(answer) == 0
-    with pytest.raises(MessageError, match="not waited for"):
+    with pytest.raises(MessageError, match="not expected now"):
         server.receive(answer)
     with pytest.raises(MessageError, match="kind 'Advertisement' instead of 'SealedShares'"):
         server.receive(encode(made, 1, Advertisement(bytes(64), bytes(64))))
@@ -487,14 +413,11 @@ def test_messages_of_another_session_are_refused():
         ({"threshold": 3}, "from 4 to 6, more than 1/2"),
         ({"threshold": 7}, "from 4 to 6"),
         ({"threshold": 4, "active": True}, "from 5 to 6, more than 2/3"),
-        ({"num_neighbours": 3}, "even"),
         ({"num_neighbours": 6}, "even and from 2"),
-        ({"num_neighbours": 4, "threshold": 1}, "from 2 to 5"),
         ({"num_neighbours": 4, "threshold": 6}, "from 2 to 5"),
         ({"num_neighbours": 4, "active": True}, "active needs everyone"),
         ({"num_clients": 1}, "num_clients"),
         ({"min_survivors": 3}, "min_survivors must be from 4"),
-        ({"min_survivors": 7}, "min_survivors"),
         ({"round_index": -1}, "round_index"),
         ({"bits": 0}, "bits"),
     ],

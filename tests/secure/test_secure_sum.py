@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
-from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.secure.protocol.session import AbortedError, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
-from fl_lightning.secure.sum_quantiser import SumQuantiser
 
 CLIENTS = [3, 1000, 17, 4, 2**40, 0, 11, 8]
 
@@ -17,8 +14,10 @@ def updates(size=4, bits=32):
     return {c: rng.integers(0, 2**bits, size).astype(np.uint32) for c in CLIENTS}
 
 
-@pytest.mark.parametrize("protocol", ["run", "count"])
-@pytest.mark.parametrize("options", [{}, {"active": True}, {"threshold": 0.5}])
+@pytest.mark.parametrize(
+    ("protocol", "options"),
+    [("run", {"active": True}), ("count", {}), ("run", {"threshold": 0.5})],
+)
 def test_the_sum_is_that_of_those_who_stay(protocol, options):
     vectors = updates()
     stay = {c: v for c, v in vectors.items() if c != 17}
@@ -53,20 +52,6 @@ def test_with_a_sparse_graph_bytes_hardly_grow_with_the_cohort():
     assert np.array_equal(outcome.total, sum(vectors.values()))
 
 
-def test_a_round_from_updates_to_their_mean():
-    quantiser = SumQuantiser(num_clients=8, clip=6.0, levels=2**16, max_examples=100)
-    deltas = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
-    examples = [3, 100, 500, 1, 7, 9, 20, 31]
-    vectors = {
-        client: quantiser.encode(delta, n, numpy_generator(0, "rounding", client).random)
-        for client, delta, n in zip(CLIENTS, deltas, examples, strict=True)
-    }
-    total = SecureSum(bits=quantiser.bits)(vectors, round_index=0).total
-    counted = torch.tensor(examples).clamp(max=100).double()
-    expected = (deltas.double() * counted[:, None]).sum(0) / counted.sum()
-    assert (quantiser.mean(total) - expected).abs().max() <= quantiser.step
-
-
 def test_cohorts_that_are_too_small():
     vectors = updates()
     with pytest.raises(ValueError, match="num_clients"):
@@ -92,7 +77,6 @@ def test_impossible_options_are_refused(options, message):
         SecureSum(**options)
 
 
-@pytest.mark.parametrize("n", range(2, 40))
-def test_every_cohort_has_a_session(n):
+def test_every_cohort_has_a_session():
     for secure_sum in (SecureSum(), SecureSum(active=True), SecureSum(sparse=SparseGraph())):
-        assert secure_sum.session(n, size=1).threshold <= n
+        assert all(secure_sum.session(n, size=1).threshold <= n for n in range(2, 40))

@@ -101,13 +101,6 @@ def test_flora_adds_the_stacked_product_to_the_weight(clients):
     assert 0.2 < float(a.abs().max()) <= COLUMNS**-0.5
 
 
-def test_with_frozen_a_the_mean_is_exact(clients):
-    """FFA-LoRA: Σ p_i B_i A = (Σ p_i B_i) A."""
-    (a, _), *_ = clients[2:]
-    mean_b = sum(p * b for p, (_, b) in zip(SHARES, clients, strict=True))
-    torch.testing.assert_close(mean_product([(a, b) for _, b in clients]), mean_b @ a)
-
-
 def test_a_client_whose_last_ranks_shrink_is_pruned(clients):
     aggregator = HetLoRA(RANKS, prune=0.5)
     a, b = clients[2]
@@ -262,7 +255,7 @@ def test_fedsa_shares_a_and_keeps_b_at_the_client():
     start_b = module.layer.lora_B["default"].weight.clone()
     rows = [slice(0, 3), slice(3, 8), slice(8, 16)]
     ends = [by_hand(module, 8, some) for some in rows]
-    trainer = fit(module, None, personal=Personal(parameters=["*lora_B*"]))
+    trainer = fit(module, None, personal=OF_B)
     mean_a = sum(p * a for p, (a, _) in zip(SHARES, ends, strict=True))
     torch.testing.assert_close(module.layer.lora_A["default"].weight.detach(), mean_a)
     assert torch.equal(module.layer.lora_B["default"].weight, start_b)  # as in the paper's round 0
@@ -271,34 +264,26 @@ def test_fedsa_shares_a_and_keeps_b_at_the_client():
         torch.testing.assert_close(memory.get("personal", client).view_as(b), b)
 
 
+OF_B = Personal(parameters=["*lora_B*"])
+
+
 @pytest.mark.parametrize(
-    ("module", "options", "words"),
+    ("kind", "options", "words"),
     [
-        ({}, {"aggregator": HetLoRA([16])}, "ranks must be at most 8"),
-        (
-            {},
-            {"aggregator": FedExLoRA(), "server_optimizer": FedAdam},
-            "leave server_optimizer out",
-        ),
-        (
-            {},
-            {"aggregator": FLoRA([8]), "personal": Personal(parameters=["*lora_B*"])},
-            "both factors",
-        ),
-        ({"use_dora": True}, {"aggregator": FlexLoRA([8])}, "leave use_dora out"),
+        ("plain", {"aggregator": HetLoRA([16])}, "ranks must be at most 8"),
+        ("plain", {"aggregator": FedExLoRA(), "server_optimizer": FedAdam}, "server_optimizer out"),
+        ("plain", {"aggregator": FLoRA([8]), "personal": OF_B}, "both factors"),
+        ("dora", {"aggregator": FlexLoRA([8])}, "leave use_dora out"),
+        ("half", {"aggregator": FLoRA([8])}, "bfloat16 would round away"),
+        ("half", {"aggregator": FedExLoRA()}, "bfloat16 would round away"),
     ],
 )
-def test_what_does_not_go_together_is_said(module, options, words):
+def test_what_does_not_go_together_is_said(kind, options, words):
+    module = Regression(use_dora=kind == "dora")
+    if kind == "half":
+        module.layer.base_layer.to(torch.bfloat16)
     with pytest.raises(ConfigurationError, match=words):
-        fit(Regression(**module), **options)
-
-
-@pytest.mark.parametrize("aggregator", [FLoRA([8]), FedExLoRA()])
-def test_a_base_in_half_precision_would_round_the_changes_away(aggregator):
-    module = Regression()
-    module.layer.base_layer.to(torch.bfloat16)
-    with pytest.raises(ConfigurationError, match="bfloat16 would round away"):
-        fit(module, aggregator)
+        fit(module, **options)
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 2], 3])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.kernels.sort_columns import MOST_ROWS, exchanges, sorted_columns
+from fl_lightning.kernels.sort_columns import MOST_ROWS, sorted_columns
 
 
 def sort(block, first, end):
@@ -39,11 +39,6 @@ def test_zeros_and_ones(count):
     np.testing.assert_array_equal(sort(block, 0, count), np.sort(block, axis=0))
     middle = sort(block, count // 2, count // 2 + 1)
     np.testing.assert_array_equal(middle[0], np.sort(block, axis=0)[count // 2])
-
-
-def test_exchanges_are_those_of_batcher_and_fewer_for_one_place():
-    assert [len(exchanges(n, 0, n)) for n in (1, 2, 4, 8, 16)] == [0, 1, 5, 19, 63]
-    assert len(exchanges(100, 49, 51)) < len(exchanges(100, 0, 100))
 
 
 def test_more_rows_than_a_network_is_made_for():

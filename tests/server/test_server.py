@@ -1,7 +1,4 @@
-"""The server's step: FedAvg, momentum and Adam by their formulas; buffers; state inside a round.
-
-The vectors of FedAvgM were worked out from its recursion for x0 and three rounds of one client.
-"""
+"""The server's step: FedAvg and momentum by their formulas; buffers; what processes add up."""
 
 import io
 
@@ -71,12 +68,6 @@ def test_fedavg_is_start_minus_mean_delta(start, entries):
     assert float(norm) == pytest.approx(float(mean.close().norm()))
 
 
-def test_fedavg_by_hand():
-    server = Server(model([10.0]))
-    play(server, update([2.0], 1), update([4.0], 1), update([6.0], 2))
-    assert server.model.params.tolist() == [5.5]
-
-
 def test_one_client_brings_its_own_model():
     start, end = [3.0, -1.0], torch.tensor([2.5, 7.0])
     server = Server(model(start))
@@ -84,49 +75,20 @@ def test_one_client_brings_its_own_model():
     assert torch.equal(server.model.params, end)
 
 
-def test_clients_may_count_alike():
-    server = Server(model([0.0]), Mean(weight_by_examples=False))
-    play(server, update([-1.0], 1), update([-3.0], 99))
-    assert server.model.params.tolist() == [2.0]
-
-
-@pytest.mark.parametrize(
-    ("nesterov", "expected"),
-    [(False, [1.376, -2.352, 0.528, 1.283]), (True, [1.5884, -2.4168, 0.5352, 1.6547])],
-)
-def test_fedavgm_after_three_rounds(nesterov, expected):
-    server = Server(model(X0), None, sgd(lr=1.0, momentum=0.9, nesterov=nesterov))
-    for move in MOVES:
-        play(server, update([-m for m in move]))
-    np.testing.assert_allclose(server.model.params.numpy(), expected, rtol=1e-6)
-
-
 @given(
     deltas=st.lists(st.lists(numbers, min_size=2, max_size=2), min_size=1, max_size=6),
     lr=st.floats(0.01, 2),
-    momentum=st.floats(0, 0.99),
+    momentum=st.floats(0.01, 0.99),
+    nesterov=st.booleans(),
 )
-def test_momentum_is_the_heavy_ball(deltas, lr, momentum):
-    server = Server(model([1.0, -1.0]), None, sgd(lr=lr, momentum=momentum))
+def test_momentum_is_the_heavy_ball(deltas, lr, momentum, nesterov):
+    server = Server(model([1.0, -1.0]), None, sgd(lr=lr, momentum=momentum, nesterov=nesterov))
     x, velocity = np.array([1.0, -1.0]), np.zeros(2)
     for delta in deltas:
         play(server, update(delta, 2), update(delta, 2))
         velocity = momentum * velocity + np.array(delta)
-        x = x - lr * velocity
+        x = x - lr * (momentum * velocity + np.array(delta) if nesterov else velocity)
     np.testing.assert_allclose(server.model.params.numpy(), x, rtol=1e-4, atol=1e-3)
-
-
-def test_adam_by_its_formula():
-    server = Server(model(X0), None, adam)
-    x, first, second = np.array(X0), np.zeros(4), np.zeros(4)
-    for step, move in enumerate(MOVES, start=1):
-        gradient = -np.array(move)
-        play(server, update(gradient.tolist(), 3))
-        first = 0.8 * first + 0.2 * gradient
-        second = 0.95 * second + 0.05 * gradient**2
-        unbiased = first / (1 - 0.8**step), second / (1 - 0.95**step)
-        x = x - 0.1 * unbiased[0] / (np.sqrt(unbiased[1]) + 1e-3)
-    np.testing.assert_allclose(server.model.params.numpy(), x, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd(lr=1.0, momentum=0.9, weight_decay=0.1), adam])
@@ -169,11 +131,6 @@ class TestBuffers:
         play(server, *replies)
         assert server.model.buffers.tolist() == pytest.approx(expected)
 
-    def test_may_be_none(self):
-        server = Server(model([0.0]))
-        play(server, update([1.0]))
-        assert server.model.buffers.shape == (0,)
-
 
 class TestModel:
     def test_is_a_copy_of_what_came_in(self):
@@ -191,21 +148,7 @@ class TestModel:
         assert server.model.params.tolist() == [8.0]
 
 
-def test_between_rounds_there_is_no_round_in_the_state():
-    server = Server(model([0.0]))
-    play(server, update([1.0]))
-    assert list(server.state_dict()) == ["optimizer"]
-    other = Server(model([0.0]))
-    other.load_state_dict(saved(server.state_dict()))
-    assert not other.is_open
-
-
-def test_something_else_than_an_optimizer_is_refused():
-    with pytest.raises(ConfigurationError, match=r"must make a torch\.optim\.Optimizer, it made"):
-        Server(model([0.0]), None, list)
-
-
-@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, lambda p: None])
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, lambda p: None, list])
 def test_optimizers_that_cannot_step_on_a_vector_are_refused(make):
     with pytest.raises(ConfigurationError, match="server_optimizer"):
         Server(GlobalModel(torch.zeros(3), torch.empty(0)), make_optimizer=make)

@@ -106,7 +106,8 @@ class TestSchedule:
         server = Server(
             model([0.0]), None, sgd(lr=1.0), lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
         )
-        assert self.steps(server, 5).tolist() == [1.0, 1.0, 0.5, 0.5, 0.25]
+        play(server)  # a round without reply counts as well
+        assert self.steps(server, 4).tolist() == [1.0, 0.5, 0.5, 0.25]
 
     def test_that_of_fedavg_follows_it_with_the_bits_of_sgd(self):
         def schedule(optimizer):
@@ -131,13 +132,6 @@ class TestSchedule:
             moved.append(self.steps(server, 3).tolist())
         assert moved[0] == moved[1]
         assert moved[0] == pytest.approx([0.95, 1.355, 1.7195])
-
-    def test_a_round_without_reply_counts_as_well(self):
-        server = Server(
-            model([0.0]), None, sgd(lr=1.0), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)
-        )
-        play(server)
-        assert self.steps(server, 2).tolist() == [0.5, 0.25]
 
     @pytest.mark.parametrize("cut", [1, 2, 3])
     def test_it_goes_on_from_its_state(self, cut):
