@@ -185,6 +185,8 @@ its updates would count for nothing: leave them out of the data
             shuffled[part] = self.indices[part][order]
             rank = np.arange(part.start, part.stop) - self.starts[first:end][owners]
             is_held[part] = rank < num_held[first:end][owners]
+        if not num_held.any():  # without another copy of all indices
+            return FlatShards(shuffled, sizes), FlatShards(shuffled[:0], num_held)
         return (
             FlatShards(shuffled[~is_held], sizes - num_held),
             FlatShards(shuffled[is_held], num_held),
