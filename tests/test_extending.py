@@ -406,7 +406,9 @@ class TestAStage:
         class Pulls(Corrector):
             pass
 
-        with pytest.raises(ConfigurationError, match="Pulls is a Corrector or Personaliser, which"):
+        with pytest.raises(
+            ConfigurationError, match="Pulls derives from Corrector or Personaliser, which"
+        ):
             run(stages=[Pulls(FedProx(mu=1.0))])
 
     @pytest.mark.parametrize("key", ["server", "updates", "mine"])

@@ -90,7 +90,7 @@ def write(kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
         >>> read(content, "answer")
         Traceback (most recent call last):
         ...
-        fl_lightning.core.plain_json.MessageError: kind 'order' instead of 'answer'
+        fl_lightning.core.plain_json.MessageError: the message must be of kind 'answer', got 'order'
         >>> read(content, "order", limit=100)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
@@ -148,14 +148,16 @@ def read(
         raise MessageError("the message's header has no fields")
     forms = {name: _read_form(name, entry) for name, entry in entries.items()}
     if _header(found, text, forms, digest=bytes(content[_DIGEST])) != header.encode():
-        raise MessageError("the message's header is not in its only form")
+        raise MessageError("the message's header is not in canonical form")
     if found != kind:
-        raise MessageError(f"kind {shown(found)} instead of {kind!r}")
+        raise MessageError(f"the message must be of kind {kind!r}, got {shown(found)}")
     if (total := sum(map(_num_bytes, forms.values()))) != len(data):
-        raise MessageError(f"the tensors have {total} bytes, and {len(data)} are there")
+        raise MessageError(
+            f"the header describes tensors of {total} bytes, the message has {len(data)} bytes of them"
+        )
     fields = from_text(text)
     if not isinstance(fields, dict):
-        raise MessageError("the message's fields are no mapping")
+        raise MessageError("the message's fields must be a mapping")
     return fields, dict(_tensors(forms, data))
 
 
@@ -169,7 +171,7 @@ def _checksum(parts: list[Any]) -> bytes:
 def _header_and_data(content: memoryview) -> tuple[str, memoryview]:
     """Check the checksum, and return the header's text and the tensors' bytes."""
     if len(content) < _DIGEST.stop:
-        raise MessageError(f"no message: it has {len(content)} bytes only")
+        raise MessageError(f"not a message of fl_lightning: it has only {len(content)} bytes")
     magic = bytes(content[_LENGTH.size : _DIGEST.start])
     if magic != MAGIC:
         if other := _OTHER_VERSION.match(content[_LENGTH.size :]):
@@ -177,15 +179,15 @@ def _header_and_data(content: memoryview) -> tuple[str, memoryview]:
                 f"the message has format {int(other[1])}, this program reads format 1: install the "
                 "same fl_lightning at the server and the sites"
             )
-        raise MessageError(f"no message: its header starts with {magic[:16]!r}")
+        raise MessageError(f"not a message of fl_lightning: its header starts with {magic[:16]!r}")
     if content[_DIGEST] != _checksum([content[: _DIGEST.start], content[_DIGEST.stop :]]):
         raise MessageError("the checksum differs: bytes changed on the way")
     (length,) = _LENGTH.unpack(content[: _LENGTH.size])
     body = content[_LENGTH.size :]
     if length > min(len(body), MOST_HEADER_BYTES):
         raise MessageError(
-            f"the message's header has {length} bytes: {len(body)} are there, and at most "
-            f"{MOST_HEADER_BYTES} are allowed"
+            f"the message's header must have at most {min(len(body), MOST_HEADER_BYTES)} bytes, it claims "
+            f"{length}"
         )
     try:
         return str(body[:length], "ascii"), body[length:]
@@ -229,9 +231,11 @@ def form_of(name: str, tensor: Any) -> Form:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         raise MessageError(f"{name!r} must be a dense tensor, got {type(tensor).__name__}")
     if tensor.dtype not in DTYPE_NAMES:
-        raise MessageError(f"{name!r} is of {tensor.dtype}, which cannot be sent")
+        raise MessageError(f"{name!r} has the dtype {tensor.dtype}, which cannot be sent")
     if tensor.ndim > MOST_DIMENSIONS:
-        raise MessageError(f"{name!r} has {tensor.ndim} dimensions, at most {MOST_DIMENSIONS}")
+        raise MessageError(
+            f"{name!r} has {tensor.ndim} dimensions, at most {MOST_DIMENSIONS} are allowed"
+        )
     return DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
 
 
@@ -240,9 +244,11 @@ def _read_form(name: str, entry: Any) -> Form:
     check_string(name, "a tensor's name")
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (0, 0)
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise MessageError(f"the tensor {name[:99]!r} is of no known dtype")
+        raise MessageError(f"the tensor {name[:99]!r} has an unknown dtype")
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
-        raise MessageError(f"the tensor {name[:99]!r} has no shape of at most {MOST_DIMENSIONS}")
+        raise MessageError(
+            f"the shape of the tensor {name[:99]!r} must be a list of at most {MOST_DIMENSIONS} sizes"
+        )
     # PyTorch multiplies the other sizes of an empty tensor as well
     if not all(type(n) is int and n >= 0 for n in shape) or (
         math.prod(max(n, 1) for n in shape) >= 2**60
@@ -264,7 +270,7 @@ def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> T
     """Return the tensor with these bytes, whose number must fit dtype and shape."""
     found = np.frombuffer(data, np.uint8)
     if dtype == "BOOL" and (found > 1).any():
-        raise MessageError("a tensor of bool has a byte that is neither 0 nor 1")
+        raise MessageError("a tensor of booleans has a byte that is neither 0 nor 1")
     tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
     _bytes(tensor)[:] = found
     return tensor
@@ -291,7 +297,7 @@ def scalar_of(text: Any) -> Tensor:
     except ValueError:
         data = b""
     if dtype not in DTYPES or len(data) != DTYPES[dtype].itemsize:
-        raise MessageError("a metric is not a dtype and its bytes")
+        raise MessageError("a metric must be a text like 'F32 0000003f', its dtype and its bytes")
     return tensor_of(dtype, (), data)
 
 
@@ -328,13 +334,13 @@ def bytes_of(tensor: Tensor | None) -> bytes:
         >>> bytes_of(torch.ones(2, dtype=torch.bfloat16))
         Traceback (most recent call last):
         ...
-        fl_lightning.core.plain_json.MessageError: the message has torch.bfloat16 of shape (2,) where bytes \
-must be
+        fl_lightning.core.plain_json.MessageError: the message must have bytes here, got torch.bfloat16 of \
+shape (2,)
     """
     if tensor is None:
-        raise MessageError("the message has nothing where bytes must be")
+        raise MessageError("the message must have bytes here, got nothing")
     if tensor.dtype != torch.uint8 or tensor.ndim != 1:
         raise MessageError(
-            f"the message has {tensor.dtype} of shape {tuple(tensor.shape)} where bytes must be"
+            f"the message must have bytes here, got {tensor.dtype} of shape {tuple(tensor.shape)}"
         )
     return tensor.contiguous().numpy().tobytes()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-# Suffix of a second metric: the weight that a module gave `log` as ``batch_size``, per example.
+# Suffix of the name of a second metric: the weight of a logged value (``batch_size`` of `log`) per example.
 PER_EXAMPLE = " per example"
 
 

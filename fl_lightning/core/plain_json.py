@@ -22,7 +22,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class MessageError(ValueError):
-    """A message or file that is refused, or cannot be written; the text says why."""
+    """A message or file that is invalid, or that cannot be written; the text names the reason."""
 
 
 def to_text(value: Any) -> str:
@@ -51,7 +51,7 @@ def from_text(text: str) -> Any:
     """
     value = parse(text)
     if to_text(value) != text:
-        raise MessageError("JSON is not in its only form: sorted names, no spaces, ASCII")
+        raise MessageError("the JSON is not in canonical form (sorted names, no spaces, ASCII)")
     return value
 
 
@@ -62,17 +62,19 @@ def parse(text: str) -> Any:
         depth += 1 if bracket[0] in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > MOST_DEPTH:
-        raise MessageError(f"JSON is nested {deepest} deep: at most {MOST_DEPTH} are allowed")
+        raise MessageError(
+            f"the JSON has {deepest} nested levels, at most {MOST_DEPTH} are allowed"
+        )
     try:
         return json.loads(
             text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_whole
         )
     except json.JSONDecodeError as error:
-        raise MessageError(f"no JSON: {error.msg} at character {error.pos}") from None
+        raise MessageError(f"invalid JSON: {error.msg} at character {error.pos}") from None
 
 
 def check_plain(value: Any, where: str = "", depth: int = 0) -> None:
-    """Raise MessageError, with the place, unless a value is plain JSON with finite numbers."""
+    """Raise MessageError, naming the entry, unless a value is plain JSON with finite numbers."""
     kind = type(value)
     if kind is dict or kind is list:
         if depth >= MOST_DEPTH:
@@ -92,17 +94,17 @@ def _check_leaf(value: Any, where: str) -> None:
     if kind is float and not math.isfinite(value):
         raise MessageError(f"{where} is {value}: only finite numbers can be sent")
     if kind is int and value.bit_length() > MOST_BITS:
-        raise MessageError(f"{where} has more than {MOST_BITS} bits")
+        raise MessageError(f"{where} is a whole number of more than {MOST_BITS} bits")
     if value is not None and kind not in (bool, int, float):
-        advice = ": give a list" if isinstance(value, tuple) else ""
-        advice = ": give a dict" if isinstance(value, Mapping) else advice
-        raise MessageError(f"{where} is of the type {kind.__name__}, which is not JSON{advice}")
+        advice = ": use a list" if isinstance(value, tuple) else ""
+        advice = ": use a dict" if isinstance(value, Mapping) else advice
+        raise MessageError(f"{where} has the type {kind.__name__}, which JSON lacks{advice}")
 
 
 def check_form(written: Any, read: Any) -> None:
     """Raise MessageError if a document changes when it is read and written again."""
     if to_text(written) != to_text(read):
-        raise MessageError("the message is not in its only form")
+        raise MessageError("the message is not in canonical form")
 
 
 def check_string(value: Any, what: str) -> None:
@@ -112,7 +114,7 @@ def check_string(value: Any, what: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise MessageError(f"{what} has half a surrogate pair, which has no UTF-8") from None
+        raise MessageError(f"{what} cannot be encoded as UTF-8") from None
 
 
 def shown(value: Any) -> str:
@@ -185,24 +187,26 @@ def fields_of(document: Mapping[str, Any], names: tuple[str, ...], what: str) ->
         raise MessageError(f"{what} must be a mapping, got {shown(document)}")
     unknown, missing = sorted(document.keys() - set(names)), sorted(set(names) - document.keys())
     if unknown or missing:
-        told = [f"has no {', '.join(missing)}"] if missing else []
-        told += [f"has {shown(unknown[0])}, which is not known"] if unknown else []
-        raise MessageError(f"{what} {' and '.join(told)}")
+        faults = [f"has no {', '.join(missing)}"] if missing else []
+        faults += [f"has the unknown field {shown(unknown[0])}"] if unknown else []
+        raise MessageError(f"{what} {' and '.join(faults)}")
     return document
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise MessageError("JSON has the same name twice")
+        raise MessageError("the JSON has the same name twice")
     return found
 
 
 def _no_constant(name: str) -> None:
-    raise MessageError(f"JSON has {name}: only finite numbers can be sent")
+    raise MessageError(f"the JSON has {name}: only finite numbers can be sent")
 
 
 def _whole(digits: str) -> int:
     if len(digits) > MOST_BITS // 3:
-        raise MessageError(f"JSON has a whole number of {len(digits)} digits")
+        raise MessageError(
+            f"the JSON has a whole number of {len(digits)} digits, which is too long"
+        )
     return int(digits)

@@ -96,7 +96,7 @@ def sole_writer(lock: Path, remedy: str) -> Iterator[int]:
         while not try_lock(file):
             if time.monotonic() > until:
                 raise ConfigurationError(
-                    f"{lock.parent}: process {holder_of(file)} writes into this folder: {remedy}"
+                    f"{lock.parent}: process {holder_of(file)} is writing to this folder: {remedy}"
                 )
             time.sleep(_POLL_SECONDS)
         yield file.fileno()
@@ -109,7 +109,7 @@ def try_lock(file: TextIO, told: str = "") -> bool:
 
     Args:
         file: open for reading and writing; closing it releases the lock.
-        told: text about this process for others, written after its number.
+        told: text for other processes, written after the number.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

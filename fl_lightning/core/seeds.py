@@ -124,7 +124,7 @@ def check_seed(owner: str, seed: int | None) -> None:
     """Raise ConfigurationError if a seed is no unsigned integer of 64 bits.
 
     Args:
-        owner: class that has the option, e.g. ``"Bucketing"``.
+        owner: name of the class or block of the option, for the message, e.g. ``"Bucketing"``.
         seed: value of the option; None is allowed.
     """
     if seed is not None and not 0 <= seed < 2**64:

@@ -87,13 +87,13 @@ class Space:
             trainable = {name: p for name, p in trainable.items() if name not in without}
             if not trainable:
                 raise ConfigurationError(
-                    f"every trainable parameter of {type(module).__name__} is personal: nothing "
-                    "would be shared. Name fewer of them in federation.personal."
+                    f"every trainable parameter of {type(module).__name__} is personal, so that nothing would "
+                    "be shared: name fewer parameters in federation.personal"
                 )
         if not trainable:
             raise ConfigurationError(
-                f"{type(module).__name__} has no parameter with requires_grad=True: "
-                "there is nothing to train. Unfreeze at least one."
+                f"{type(module).__name__} has no parameter with requires_grad=True, so that there is nothing to "
+                "train: unfreeze at least one parameter"
             )
         if any(isinstance(p, nn.UninitializedParameter) for p in trainable.values()):
             raise ConfigurationError(
@@ -103,12 +103,14 @@ class Space:
         unknown = [name for name, p in trainable.items() if not p.is_floating_point()]
         if unknown:
             raise ConfigurationError(
-                f"parameter {unknown[0]} is {trainable[unknown[0]].dtype}: updates are vectors of "
-                "real numbers. Store real and imaginary parts as two parameters."
+                f"the trainable parameter {unknown[0]} has the dtype {trainable[unknown[0]].dtype}, and updates are "
+                "vectors of real numbers: store real and imaginary parts as two parameters"
             )
         devices = {str(p.device) for p in trainable.values()}
         if len(devices) > 1:
-            raise ConfigurationError(f"the model is on several devices, {sorted(devices)}: use one")
+            raise ConfigurationError(
+                f"the trainable parameters are on several devices, {', '.join(sorted(devices))}: use one device"
+            )
         chosen = active or {}
         return cls(trainable, {n: chosen[p] for n, p in trainable.items() if p in chosen})
 
@@ -239,7 +241,9 @@ class Space:
                 mask = torch.ones_like(tensor, dtype=torch.bool)
             parts.append(_entries(mask.to(tensor.device), index))
             if name in masks and parts[-1].count_nonzero() != mask.count_nonzero():
-                raise ValueError(f"the mask of {name} allows entries that are frozen for everybody")
+                raise ValueError(
+                    f"the mask of {name} is True for entries that are frozen for all clients"
+                )
         return torch.cat(parts)
 
     def positions_in(self, other: Space) -> Tensor:

@@ -1,8 +1,8 @@
 """Reading YAML from users and other machines, with limits on size and depth and without duplicate names.
 
 A file may refer to itself (``trainer: &a {x: *a}``), be nested very deeply, grow a million times by
-references, give an option twice, or be no text. A YAML parser then hangs, raises a long traceback, or
-silently uses the last of two values; `load` raises an error that names the problem and its place.
+references, set an option twice, or contain no text. A YAML parser then hangs, raises a long traceback, or
+silently uses the last of two values. `load` raises an error that names the problem and the option.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read(path: Path, option: str = "config: ", *, remedy: str = "") -> dict[str,
             "and indent with spaces"
         )
     except ConfigurationError as error:
-        problem = f"is refused: {error}"
+        problem = f"is not valid: {error}"
     raise ConfigurationError(f"{option}{path} {problem}{f'. {remedy}' if remedy else ''}")
 
 
@@ -60,7 +60,7 @@ def _options_in(content: bytes) -> dict[str, Any]:
             f"it is no UTF-8 text, byte {error.start} is 0x{byte:02x}: save it as UTF-8"
         ) from None
     if not isinstance(options, dict):
-        raise ConfigurationError("it holds no options, which are written as name: value")
+        raise ConfigurationError("it contains no options, which are written as name: value")
     return options
 
 
@@ -79,7 +79,8 @@ def load(text: str, path: str = "") -> Any:
         >>> load("trainer: &a {x: *a}")
         Traceback (most recent call last):
         ...
-        fl_lightning.core.errors.ConfigurationError: trainer.x refers to itself: write out what it must be
+        fl_lightning.core.errors.ConfigurationError: trainer.x refers to itself: write its value without a \
+reference
     """
     check_text(text, path)
     try:
@@ -103,19 +104,20 @@ def check_text(text: str, path: str = "") -> None:
         >>> check_text(chr(10).join(["trainer:", "  max_epochs: 3", "  max_epochs: 4"]))
         Traceback (most recent call last):
         ...
-        fl_lightning.core.errors.ConfigurationError: trainer.max_epochs stands in line 2 and again in \
-line 3: keep one of them
+        fl_lightning.core.errors.ConfigurationError: trainer.max_epochs is set in line 2 and again in line 3: \
+keep one of them
     """
     _check_depth(text, path)
     for count, _ in enumerate(_nodes(yaml.compose(text, LOADER), path, ()), start=1):
         if count > MOST_VALUES:
             raise ConfigurationError(
-                f"{path or 'it'} has more than {MOST_VALUES} names and values: references (&, *) are counted each time"
+                f"{path or 'it'} has more than {MOST_VALUES} names and values, counting those behind references "
+                "(&, *) each time: use fewer references"
             )
 
 
 def _check_depth(text: str, path: str) -> None:
-    """Raise if a text is nested too deeply, before the parser calls itself for every level."""
+    """Raise if a text is nested too deeply; checked first, because the parser is recursive."""
     depth = 0
     try:
         for event in yaml.parse(text, LOADER):
@@ -134,7 +136,7 @@ def _check_depth(text: str, path: str) -> None:
 
 
 def _nodes(node: Any, path: str, outer: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the nodes of a text, those behind references each time; raise for a forbidden one."""
+    """Yield the nodes of a text, those behind references each time; raise for an invalid one."""
     yield node
     _check_node(node, path, outer)
     for place, inner in _entries(node, path):
@@ -143,7 +145,7 @@ def _nodes(node: Any, path: str, outer: tuple[Any, ...]) -> Iterator[Any]:
 
 def _check_node(node: Any, path: str, outer: tuple[Any, ...]) -> None:
     if any(node is each for each in outer):
-        raise ConfigurationError(f"{path} refers to itself: write out what it must be")
+        raise ConfigurationError(f"{path} refers to itself: write its value without a reference")
     if len(outer) > MOST_DEPTH:
         raise ConfigurationError(f"{path[:60]}… is nested deeper than {MOST_DEPTH} levels")
     is_whole = isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int"
@@ -166,7 +168,7 @@ def _entries(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         if first := lines.get(name):
             again = "" if line == first else f" in line {line}"
             raise ConfigurationError(
-                f"{place} stands in line {first} and again{again}: keep one of them"
+                f"{place} is set in line {first} and again{again}: keep one of them"
             )
         lines[name] = line
         yield place, key

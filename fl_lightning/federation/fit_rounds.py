@@ -40,7 +40,7 @@ class FitRounds:
         server: holds the global model, aggregates updates and steps.
         memory: client states that last from round to round.
         module_has_all: whether the module can hold every bit of the server's model.
-        is_kept_by_lightning: whether the weights in Lightning's checkpoints can as well.
+        is_kept_by_lightning: whether Lightning's checkpoints can hold every bit of it as well.
         error_of_close: error of a stage as the round closed, to be raised at its end: by then
             Lightning has counted it and advanced the schedules. None without one.
     """
@@ -204,7 +204,7 @@ class FitRounds:
         )
 
     def idle_lines(self) -> Iterator[str]:
-        """Warnings for a round without clients, or in which the mask freezes every parameter."""
+        """Yield a log line if the cohort is too small to train, and another if a learning rate is 0."""
         number, options, cohorts = self.run.trainer.current_epoch, self.options, self.run.cohorts
         if cohorts.fewest > 1 and (num_left_out := cohorts.num_left_out(number)):
             yield (
@@ -214,7 +214,7 @@ class FitRounds:
             )
         # rates that schedules change from step to step are not known here
         clients = () if self.run.by_step else self.run.trainer.optimizers[:1]
-        pairs = [("the clients' one", each) for each in clients]
+        pairs = [("the clients'", each) for each in clients]
         pairs.append(("the server's", self.server.optimizer))
         idle = [
             whose
@@ -227,8 +227,8 @@ class FitRounds:
         if idle:
             noise = "; the noise of privacy is all that is left" if options.privacy else ""
             yield (
-                f"round {number + 1}: a learning rate is 0, so nothing moves ({' and '.join(idle)}){noise}. "
-                "Have the schedule reach 0 after the last round"
+                f"round {number + 1}: a learning rate is 0, so the model does not change ({' and '.join(idle)})"
+                f"{noise}. Let the schedule reach 0 after the last round"
             )
 
     def _announce(self) -> None:
@@ -240,7 +240,7 @@ class FitRounds:
 
 
 def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) -> str:
-    """Return one line about bytes: of a client and round, and of the whole run.
+    """Return a log line with the bytes of one client per round and of the whole run.
 
     Args:
         up: approximate bytes that a client sends per round.

@@ -227,7 +227,8 @@ class Options:
             )
         if isinstance(self.devices, RecordedArrivals) and self.asynchronous is None:
             raise ConfigurationError(
-                "federation: devices RecordedArrivals is of an asynchronous run: set asynchronous as well"
+                "federation.devices RecordedArrivals replays an asynchronous run: set federation.asynchronous as "
+                "well"
             )
 
     def _check_privacy(self) -> None:
@@ -272,9 +273,9 @@ class Options:
 
 
 def federation_options(trainer: Trainer) -> Options | None:
-    """Return the options with which a Trainer's clients train: in its own program, or elsewhere; None without clients.
+    """Return the options of a Trainer's `Federation`, or of the callback of a site; None without either.
 
-    A site has no `Federation`; its callback has them as an attribute ``federation``.
+    The callback of a site has the options as an attribute ``federation``.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         found = callback if isinstance(callback, Options) else getattr(callback, "federation", None)

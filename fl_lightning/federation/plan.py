@@ -68,10 +68,10 @@ class WorkPlan:
             rounds = [rounds] * len(clients)
         indices, num_examples = self._clients.take(clients)
         amount = self._local_work
-        num_passes = amount.local_epochs or amount.local_steps  # a batch, and a step, each
+        num_passes = amount.local_epochs or amount.local_steps
         fits = num_examples.max(initial=0) <= self._batch_size
-        as_it_is = amount.examples is None and self._weights is None
-        if fits and num_passes == 1 and as_it_is:  # one batch each, see `local_order`
+        is_plain = amount.examples is None and self._weights is None
+        if fits and num_passes == 1 and is_plain:  # one batch per client, in the shard's order
             has_any = num_examples > 0
             order, sizes, num_steps = indices, num_examples[has_any], has_any.astype(np.int64)
         else:
@@ -165,8 +165,8 @@ class WorkPlan:
         labels = self._data.labels
         if labels.ndim != 1 or labels.dtype.kind not in "iub" or labels.min(initial=0) < 0:
             raise ConfigurationError(
-                "FedLC counts examples by class, and the labels of the training set are not one "
-                "whole number each: name the attribute that holds them with data.labels"
+                "FedLC counts examples by class, so that each training example needs a label that is a whole "
+                "number ≥ 0: name the attribute of the data set with such labels in data.labels"
             )
         return torch.from_numpy(labels[self._clients[work.client_id].numpy()].astype(np.int64))
 

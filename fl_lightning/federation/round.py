@@ -26,7 +26,7 @@ from fl_lightning.server.server import Server
 
 
 class Clients(Protocol):
-    """The clients' side of a round.
+    """The clients' side of a round: trains clients and yields their updates.
 
     Attributes:
         plan: draws the work of clients in a round.
@@ -72,8 +72,8 @@ class Round:
         self.record = RoundRecord()
 
     def open(self, number: int) -> None:
-        """Open a round, in the stages and at the server; one that was broken off begins anew."""
-        before = self.record  # of the last round, or of this one if it was broken off
+        """Open a round in all stages and at the server; an interrupted round starts again from its first client."""
+        before = self.record  # of the last round, or of this round's interrupted attempt
         began_at = before.began_at if before.ended_at is None else before.ended_at
         self.record = RoundRecord(began_at=began_at)
         self.memory.discard()
@@ -90,10 +90,10 @@ class Round:
         record, lost_before, ahead = self.record, len(self.record.lost), self.clients.stages_ahead
         plan = self.clients.plan
         work = plan.of(cohort, self.server.round_index)
-        for stage in self.stages.having["work"]:  # whose updates will arrive
+        for stage in self.stages.having["work"]:  # leaves out clients whose updates will be lost
             work = stage.work(work, record)
-        starts = self.stages.down(self.server.model, work)  # the models they receive
-        if lost := record.lost[lost_before:]:  # who receive the model as well
+        starts = self.stages.down(self.server.model, work)  # the models that clients receive
+        if lost := record.lost[lost_before:]:  # these clients have received the model as well
             record.finished += lost
             record.total_bytes_down += starts[0][0].num_bytes * len(lost)
         for start, together in starts:
@@ -110,7 +110,7 @@ class Round:
                         ended = sent.made.client_ids
                     record.finished += ended
                     record.total_bytes_down += sent.start.num_bytes * len(ended)
-                    sent = upload = None  # type: ignore[assignment]  # free for the next client
+                    sent = upload = None  # type: ignore[assignment]  # memory for the next client
         record.means.reductions |= self.clients.collector.reductions
 
     def raise_or_skip(self, failure: ClientFailure) -> None:
@@ -133,7 +133,8 @@ class Round:
         if record.finished and self.server.num_replies < self._min_replies:
             raise RoundFailure(
                 f"round {self.server.round_index + 1}: {self.server.num_replies} of {len(record.finished)} "
-                f"clients sent a valid update, min_replies is {self._min_replies}"
+                f"clients sent a valid update, and federation.min_replies is {self._min_replies}: lower it, "
+                "or find out why the other clients failed"
             )
         for stage in self.stages.having["before_step"]:
             stage.before_step(self.record)
@@ -143,8 +144,8 @@ class Round:
             record.update_norm = float(self.server.close_round(change))
             if has_replies and not record.update_norm and not record.means.names:
                 raise RoundFailure(
-                    f"round {self.server.round_index + 1}: no client has a loss, and the model has not "
-                    "moved: have training_step return the loss of a batch; None skips the batch"
+                    f"round {self.server.round_index + 1}: no client returned a loss, and the model has not "
+                    "changed: return the loss of a batch from training_step (None skips the batch)"
                 )
             for stage in having["stepped"]:
                 stage.stepped(self.server.model.params)

@@ -1,7 +1,7 @@
 """The "train dataloader" of a federated run: every round is one batch, the clients that train in it.
 
-Lightning saves with its loops whether the round is done. A round that was interrupted is trained again
-from its first client, with the same result. Each of several processes has its own share of the cohort.
+Lightning's checkpoints say whether the round is done. An interrupted round is trained again from its first
+client, with the same result. Each of several processes trains its own share of the cohort.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class RoundCohorts:
         sampler: draws the cohort.
         population: the clients to draw from.
         seed: root seed of the draws.
-        share: from the ids of a cohort to those that this process trains; all of them if None.
-        limit: most clients of a cohort (int), or the fraction of it (float), that train, lowest ids first:
+        share: maps the ids of a cohort to the ids that this process trains; all of them if None.
+        limit: largest number (int) or fraction (float) of a cohort's clients that train, lowest ids first:
             the Trainer's ``limit_train_batches``.
-        fewest: fewest clients of a round; from a smaller cohort no client trains.
+        fewest: smallest cohort that trains; in a round with a smaller cohort no client trains.
 
     Raises:
         ConfigurationError: if the limit leaves no client.

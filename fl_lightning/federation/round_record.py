@@ -20,7 +20,7 @@ class RoundRecord:
     """Counts and metrics of one round, filled while it runs and logged when it ends.
 
     Attributes:
-        finished: sampled clients that have trained, failed or been lost, in that order of time.
+        finished: sampled clients that trained, failed or were lost, in order of completion.
         skipped: by client, the reason why its update could not be used.
         lost: clients whose update was lost or too late, where devices are simulated.
         durations: virtual seconds that each client took, where devices are simulated.
@@ -109,9 +109,10 @@ class RoundRecord:
         return self.means.reduced() | self.pooled
 
     def twins(self) -> set[str]:
-        """Return the names of the training loss, if the module logs the same numbers under another name.
+        """Return the metrics' names of our training loss if the module logs the same loss itself; else an empty set.
 
-        They are the same if the clients' values are, and the round's: that may be another mean, or a sum.
+        Two losses are the same if their values agree for every client and for the round, where the module's
+        may be another mean, or a sum.
         """
         own, reduced = self.means.by_client(_LOSS), self.means.reduced()
         for name in self.means.names:

@@ -44,7 +44,7 @@ from fl_lightning.updates.path import Step
 class SimpleFederation:
     """Trains a module over many clients without a Trainer, one client after the other.
 
-    Between rounds the module holds the global model.
+    Between rounds, and after an error, the module holds the global model.
 
     Args:
         module: a LightningModule, or any module with a ``training_step(batch, batch_idx)`` that returns
@@ -96,8 +96,8 @@ class SimpleFederation:
         self._cohort, self._seed = cohort or AllClients(), seed
         if self._cohort.needs_fresh_losses:
             raise ConfigurationError(
-                f"{type(cohort).__name__} measures losses before it draws, which needs a Trainer: set its losses "
-                "to last_known, or use Federation"
+                f"cohort {type(cohort).__name__} measures clients' losses before it samples, which needs a "
+                "Trainer: set its losses to last_known, or use Federation"
             )
         self._population = Population(data.clients.num_examples)
         aggregator = as_aggregator(aggregator).of_clients(optimizer)
@@ -130,7 +130,7 @@ class SimpleFederation:
             if error.obj is not self and error.obj is not self.step:
                 raise
             raise ConfigurationError(
-                f"{type(stage).__name__} asks for the run's {error.name}, which needs a Trainer: use Federation"
+                f"{type(stage).__name__} reads {error.name} of the run, which needs a Trainer: use Federation"
             ) from error
 
     def run(self, rounds: int) -> GlobalModel:
@@ -140,9 +140,11 @@ class SimpleFederation:
             self.local.start_round(self.round_index)
             self.round.open(self.round_index)
             cohort = self._cohort.sample(self.round_index, self._population, self._seed)
-            self.round.train(cohort.tolist())
-            self.round.step()
-            self.local.end_round(self.round.server.model)
+            try:
+                self.round.train(cohort.tolist())
+                self.round.step()
+            finally:  # after an error the module holds the global model as well
+                self.local.end_round(self.round.server.model)
             self.round.close()
             record = self.round.record
             record.seconds = time.perf_counter() - began

@@ -77,7 +77,7 @@ class LocalTraining:
     Attributes:
         work: the client's batches.
         start: the model and options from which the client starts.
-        counts: whether the update is aggregated; False where an engine is tried or checked.
+        counts: whether the update is aggregated; False in trials and checks of engines.
         is_corrected: whether the run's correction changes gradients and losses.
         masks: entries that the client may change, by parameter name; None for the optimizer's masks.
         num_bytes: bytes sent to the client.
@@ -370,7 +370,7 @@ class Stages(Iterable[Stage]):
 
 
 def overridden(stage: Stage, *names: str) -> list[str]:
-    """Return the names of those methods that a stage overrides."""
+    """Return the methods of `Stage`, among the named ones, that a stage overrides."""
     return [name for name in names if getattr(type(stage), name) is not getattr(Stage, name)]
 
 
@@ -388,6 +388,6 @@ def check_same(what: str, saved: Any, present: Any) -> None:
 
 
 def kind_of(state: Mapping[str, Any]) -> str | None:
-    """Kind of a stage's state in a checkpoint; None if it has none."""
+    """Describe a stage's saved state by its class and, if it has any, its tensors; None if there is no state."""
     kind, names = state.get("kind"), state.get("names")
     return f"{kind} with {len(names)} tensors, from {names[0]}" if names else kind

@@ -37,8 +37,8 @@ from fl_lightning.server.aggregator import KeptUpdates
 
 _OF_ADAPTERS = Traits(
     needs={
-        Trait.SIMULATION: "changes the model that clients start from, in a way that orders to sites do not carry",
-        Trait.COHORTS: "reads the adapters with which clients of one round end",
+        Trait.SIMULATION: "changes frozen weights or truncates adapters, which a server cannot do at sites",
+        Trait.COHORTS: "combines the adapters of clients that start from the same model",
         Trait.ALL_PARAMETERS: "multiplies whole matrices",
     },
     instead={
@@ -53,10 +53,10 @@ _OF_ADAPTERS = Traits(
 class Pair:
     """The two factors of one adapter in a vector of parameters."""
 
-    a: slice  # place of A, of shape (rank, columns)
-    b: slice  # place of B, of shape (rows, rank)
-    rank: int  # r, the largest of all clients
-    scale: float = 1.0  # s
+    a: slice  # entries of A, of shape (rank, columns), in the vector
+    b: slice  # entries of B, of shape (rows, rank), in the vector
+    rank: int  # r, that of the global model
+    scale: float = 1.0  # s, the factor of B A in the layer's weight
 
     def factors(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Return A, shape (n, r, in), and B, shape (n, out, r), of vectors of shape (n, k)."""
@@ -71,17 +71,17 @@ class Pair:
             vector[self.b].view(-1, self.rank)[:, rank:] = 0
 
 
-# new A and B of an adapter, and the change of its layer's weight, (out, in), before the scale; None without one
+# new A and B of an adapter, and the change of the layer's frozen weight divided by s, (out, in), or None
 Combined = tuple[Tensor, Tensor, Tensor | None]
 
 
 class AdapterAggregator(KeptUpdates):
-    """Base of aggregators that read the adapters with which clients end; subclasses define `combine`.
+    """Base of aggregators that combine the clients' trained adapters; subclasses define `combine`.
 
     Attributes:
-        ranks: rank of client i is ``ranks[i % len(ranks)]``; None if all have the whole rank.
-        tiers: place of each client in ``ranks``, by its device; None without devices.
-        changes_base: whether it changes the frozen weights of the layers.
+        ranks: rank of client i is ``ranks[i % len(ranks)]``; None if all clients have the whole rank.
+        tiers: index into ``ranks`` for each client, by the speed of its device; None without devices.
+        changes_base: whether the frozen weights of the layers change.
         pairs: the adapters, set when a fit starts.
     """
 
@@ -178,7 +178,7 @@ def _mean_product(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
 def _checked(owner: str, ranks: Sequence[int]) -> list[int]:
     if isinstance(ranks, int) or not ranks or min(ranks) < 1:
         raise ConfigurationError(
-            f"{owner}: ranks must be a list of whole numbers of at least 1, got {ranks}: client i has rank "
+            f"{owner}: ranks must be a list of whole numbers ≥ 1, got {ranks}: client i has rank "
             "ranks[i % len(ranks)]"
         )
     return list(ranks)
@@ -190,10 +190,10 @@ class HetLoRA(AdapterAggregator):
 
     Args:
         ranks: rank of client i is ``ranks[i % len(ranks)]``, at most that of the model's adapters. With
-            `Federation`'s ``devices`` clients get them by speed instead: as many clients have each, and the
-            slowest ones the first.
-        prune: γ in (0, 1): a client of rank r whose last ranks, those beyond γ r, shrank in a round has
-            rank γ r from then on; None for never.
+            ``federation.devices`` ranks go by speed instead: each rank to equally many clients, the first rank
+            to the slowest.
+        prune: γ in (0, 1): if the rows of A and columns of B beyond γ r shrink at a client of rank r in a
+            round, its rank is γ r from then on; None for constant ranks.
 
     Raises:
         ConfigurationError: for ranks below 1, or γ out of range.
@@ -255,7 +255,7 @@ class HetLoRA(AdapterAggregator):
 
 @final
 class FlexLoRA(AdapterAggregator):
-    """Factors of the mean of products by a truncated SVD; clients of lower rank get the largest values.
+    """The mean of the products B A, factorised by a truncated SVD; lower ranks keep the largest singular values.
 
     Args:
         ranks: as for `HetLoRA`.
@@ -286,7 +286,7 @@ class FlexLoRA(AdapterAggregator):
 
 @final
 class FedExLoRA(AdapterAggregator):
-    """Means of both factors; the error of their product is added to the frozen weights.
+    """Means of both factors A and B; the error of their product is added to the frozen weights.
 
     Example:
         >>> FedExLoRA().rank_of(3) is None
@@ -303,7 +303,7 @@ class FedExLoRA(AdapterAggregator):
 
 @final
 class FLoRA(AdapterAggregator):
-    """The mean of products is added to the frozen weights; adapters begin anew in every round.
+    """The mean of the products B A is added to the frozen weights; adapters are initialised anew every round.
 
     Args:
         ranks: as for `HetLoRA`.

@@ -2,8 +2,8 @@
 
 A weighted mean derives from `WeightedMean` and defines `weight`; a rule that needs all updates of a
 round together is a `RobustRule`; anything else derives from `Aggregator`, or from `KeptUpdates` if it
-keeps all updates until the round ends. These do not add up over processes as sums do: they are exchanged,
-so that each process has all of them.
+keeps all updates until the round ends. Processes add up the sums of a mean; kept updates are sent to all
+processes instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Gather = Callable[[Any], list[Any]]
 
 _OF_ANY = Traits(
     needs={
-        Trait.ONE_MASK: "counts a client that may not move an entry as one that wants it to stay"
+        Trait.ONE_MASK: "averages an entry over all clients, even those whose mask keeps it from moving"
     },
     breaks={Trait.PRIVATE_CLIENTS: "has no proven bound on how far one client moves the model"},
     instead={
@@ -41,7 +41,7 @@ _OF_ANY = Traits(
         Trait.PRIVATE_CLIENTS: "leave federation.aggregator out for the mean of clipped updates",
     },
 )
-# of rules that weigh clients by the length of their steps
+# traits of rules that weigh clients by the length of their steps
 BY_STEPS = Traits(
     needs=dict.fromkeys(
         (Trait.ONE_OPTIMIZER, Trait.ONE_RATE), "divides by the length of a client's steps"
@@ -56,11 +56,11 @@ _WITHOUT_EXAMPLES = Traits(
 )
 _OF_SUMS = Traits(
     needs={Trait.ONE_MASK: "adds up whole updates"},
-    breaks={Trait.SINGLE_UPDATES: "shows the server sums of whole cohorts only"},
+    breaks={Trait.SINGLE_UPDATES: "shows the server only sums over whole cohorts"},
     instead={Trait.ONE_MASK: "set per_client of MaskCalibration to false"},
 )
 _IN_CLEAR_OVER_SITES = Traits(
-    needs={Trait.SIMULATION: "is only simulated with its present options"},
+    needs={Trait.SIMULATION: "can only be simulated with these options"},
     instead={
         Trait.SIMULATION: "use SecureMean with protocol: run, or EncryptedMean with CKKS and fraction: 1"
     },
@@ -75,8 +75,8 @@ class Aggregator(ABC):
             processes. Buffers are then averaged in the same way.
         is_private: whether clients' buffers are ignored, and a round without a reply is released
             like any other.
-        needs_effective_steps: whether it reads ``effective_steps`` of the updates.
-        weight_by_examples: whether it weights updates by their ``num_examples``.
+        needs_effective_steps: whether the aggregator reads ``effective_steps`` of the updates.
+        weight_by_examples: whether updates are weighted by their ``num_examples``.
         exchanges: whether processes exchange more than sums, see `exchange`.
         buffers: new buffers of the model after `close`; None for the mean of the clients' buffers.
     """
@@ -150,7 +150,7 @@ class Aggregator(ABC):
 
         Raises:
             ClientFailure: if the aggregator cannot use the client's loss.
-            RoundFailure: saying what else the aggregator cannot use.
+            RoundFailure: if an entry of the update is too large for an exact mean.
         """
         if self.exact:
             check_summable(update.buffers, update.num_examples, num_updates)
@@ -174,11 +174,11 @@ class Aggregator(ABC):
 
     @abstractmethod
     def sums(self) -> list[Tensor]:
-        """Return this process's sums, tensors that are added up over processes to get the sums of all updates."""
+        """Return the tensors of this process that are added up over processes."""
 
     @abstractmethod
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Replace the state by the `sums` added up over all processes."""
+        """Replace the sums of this process by those over all processes."""
 
     @abstractmethod
     def close(self) -> Tensor:
@@ -224,7 +224,7 @@ class WeightedMean(FoldedMeans):
 
     @abstractmethod
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight of an update, finite and ≥ 0; 0 leaves it out."""
+        """Return the weight of an update, finite and ≥ 0, a whole number if `exact` is true; 0 leaves it out."""
 
     @override
     def open(self, like: Tensor) -> None:
@@ -241,13 +241,14 @@ class WeightedMean(FoldedMeans):
         """Add one update.
 
         Raises:
-            ConfigurationError: if its weight is negative or not finite.
+            ConfigurationError: if its weight is negative or not finite, or no whole number while `exact` is true.
         """
         weight = self.weight(update)
-        if not 0 <= weight < math.inf:
+        if not 0 <= weight < math.inf or (self.exact and weight % 1):
+            number = "whole number (as exact is true)" if self.exact else "finite number"
             raise ConfigurationError(
-                f"{type(self).__name__} weighs the update of client {update.client_id} by {weight}: "
-                "have weight return a finite number that is at least 0"
+                f"{type(self).__name__}.weight returned {weight} for client {update.client_id}: it must return a "
+                f"{number} that is at least 0"
             )
         self._mean.add(update.delta, weight)
 
@@ -326,6 +327,6 @@ def check_whole(update: ClientUpdate, name: str) -> None:
     """Raise ConfigurationError, naming the reader, if the client has a mask of its own."""
     if update.active is not None:
         raise ConfigurationError(
-            f"{name} compares whole updates, and these clients have masks of their own: share one "
-            "mask, or use OverlapMean"
+            f"{name} compares whole updates, and client {update.client_id} has a mask of its own: use one mask "
+            "for all clients, or aggregator OverlapMean"
         )

@@ -44,7 +44,7 @@ from fl_lightning.server.aggregator import Aggregator, KeptUpdates
 from fl_lightning.server.robust.matrix import Floats, Rows, chosen_rows, rows_and_one
 from fl_lightning.server.robust.passes import combined, mean_and_std, squared_distances
 
-# Returns an attacker's random generator, by its client id
+# Returns the random generator of an attacker, given its client id
 Generators = Callable[[int], np.random.Generator]
 
 
@@ -232,7 +232,8 @@ class ALIE(_Collusion):
     """A little is enough: the honest mean minus z standard deviations.
 
     Args:
-        z: number of standard deviations; if None, the largest that still hides among a majority.
+        z: number of standard deviations; if None, the largest with which the attackers' vector is still within a
+            majority of updates.
     """
 
     z: float | None = None

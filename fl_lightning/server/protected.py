@@ -16,7 +16,7 @@ from fl_lightning.core.update import ClientUpdate
 
 # Adds up vectors at the clients' sites, given the agreed protocol and the clients in order
 SumsAtSites = Callable[[Any, Sequence[int]], Any]
-# fewer updates would be visible in their sum: such a round is dropped
+# fewest clients of a round: a sum over fewer would show a single update, so that such a round is dropped
 FEWEST_CLIENTS = 2
 
 
@@ -57,7 +57,7 @@ class Protected(Protocol):
     @property
     @abstractmethod
     def hides(self) -> str:
-        """Sentence for the log: what the server sees instead of single updates, and how these are protected."""
+        """Clause for the log: what the server sees instead of single updates, and how they are protected."""
 
     @property
     @abstractmethod
@@ -67,7 +67,7 @@ class Protected(Protocol):
     @property
     @abstractmethod
     def agreed_sum(self) -> Any:
-        """The protocol with the configured options, which a server may not change."""
+        """The summation protocol with the configured options, which a server may not change."""
 
     @abstractmethod
     def begin(self, terms: Terms) -> None:

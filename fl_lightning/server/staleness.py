@@ -85,12 +85,12 @@ class HingeStaleness(Ranged):
 ASYNCHRONOUS = Traits(
     needs={
         Trait.SINGLE_UPDATES: "weighs each update by its staleness",
-        Trait.ONE_MASK: "makes clients start from models of several rounds, whose masks differ",
+        Trait.ONE_MASK: "lets clients start from models of several rounds, whose masks differ",
     },
     breaks={
-        Trait.COHORTS: "waits for nobody: clients start by themselves, from models of several rounds",
+        Trait.COHORTS: "waits for no cohort: clients start at any time, from models of several rounds",
         Trait.PRIVATE_CLIENTS: "releases means of updates for which no ε is proved",
-        Trait.PRIVATE_EXAMPLES: "lets nobody know in advance how often a client trains",
+        Trait.PRIVATE_EXAMPLES: "does not fix in advance how often a client trains",
     },
     instead=dict.fromkeys(
         (Trait.SINGLE_UPDATES, Trait.COHORTS, Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES),
@@ -99,7 +99,7 @@ ASYNCHRONOUS = Traits(
     | {Trait.ONE_MASK: "use one mask for all"},
 )
 
-# of rules whose server steps on one update, whose weight cancels out
+# traits of rules with one update per server step, whose weight by examples cancels out
 ONE_BY_ONE = Traits(
     breaks={Trait.EXAMPLE_WEIGHTS: "steps on one update at a time, whose weight cancels out"},
     instead={Trait.EXAMPLE_WEIGHTS: "use FedBuff with a larger buffer_size"},
@@ -108,7 +108,7 @@ ONE_BY_ONE = Traits(
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncRule(Ranged, ABC):
-    """Base of asynchronous rules: concurrent clients, updates per server step, weight of stale updates."""
+    """Base of asynchronous rules: how many clients train at once, and how stale updates are weighted."""
 
     concurrency: int
     staleness: Staleness | None = None

@@ -213,7 +213,7 @@ def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Messag
     written = _content(message)
     check_form(written[0], fields)
     if not _are_equal(written[1], tensors):  # e.g. bits behind the last code, a tensor too many
-        raise MessageError("the message's tensors are not in their only form")
+        raise MessageError("the message's tensors are not in canonical form")
     return message
 
 

@@ -495,8 +495,8 @@ ENDLESS = {
     "hexadecimal digits": ("num_threads: 0x" + "af" * 30, "num_threads must have at most 40 digits, got 61"),
     "thousands": ("num_threads: " + "9" * 6000, "at most 40 digits"),
     "bomb": ("\n".join(["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]), "more than"),
-    "twice": ("trainer:\n  max_epochs: 1\n  devices: 1\n  max_epochs: 2\n", "trainer.max_epochs stands in line 2 and again in line 4: keep one of them"),
-    "twice in a line": ("federation: {updates: [Sign, {class_path: TopK, class_path: Sign}]}", "federation.updates[1].class_path stands in line 1 and again: keep"),
+    "twice": ("trainer:\n  max_epochs: 1\n  devices: 1\n  max_epochs: 2\n", "trainer.max_epochs is set in line 2 and again in line 4: keep one of them"),
+    "twice in a line": ("federation: {updates: [Sign, {class_path: TopK, class_path: Sign}]}", "federation.updates[1].class_path is set in line 1 and again: keep"),
     "tab": ("trainer:\n\tmax_epochs: 1", "is not valid YAML"),
 }  # fmt: skip
 
@@ -753,7 +753,7 @@ class TestAScriptMayBuild:
             ("- " * 3000 + "x", "nested deeper than 64 levels"),
             (
                 "model:\n  network: lenet\n  network: mlp",
-                "model.network stands in line 2 and again",
+                "model.network is set in line 2 and again",
             ),
         ],
     )

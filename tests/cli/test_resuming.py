@@ -97,7 +97,7 @@ def test_a_run_under_another_logger_is_another_run():
 
 
 def test_nothing_to_go_on_from_is_an_error():
-    assert "there is no run with a checkpoint to go on from" in refused(*LAST)
+    assert "there is no run with a checkpoint: start without" in refused(*LAST)
     assert not list(Path().iterdir())
 
 

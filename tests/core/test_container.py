@@ -131,7 +131,7 @@ def outcomes(kinds, count, seed):
             received = opened(forged)
         except (MessageError, ConfigurationError):
             continue
-        # what is accepted is something that could have been sent, in its only form
+        # what is accepted is something that could have been sent, in canonical form
         assert written(received) == forged
         if hasattr(received, "params"):
             assert received.params.to_dense().isfinite().all()
@@ -193,16 +193,16 @@ def test_a_container_is_a_safetensors_file_of_known_bytes():
         ('"clip":true', '"clip":NaN', "JSON has NaN"),
         ('"clip":true', '"clip":-Infinity', "JSON has -Infinity"),
         ('"clip":true', '"clip":1e999', "only finite numbers"),
-        ('"clip":true', '"clip":-0', "only form"),
-        ('"clip":true', '"clip":1e1', "only form"),
+        ('"clip":true', '"clip":-0', "canonical form"),
+        ('"clip":true', '"clip":1e1', "canonical form"),
         ('"clip":true', '"clip":' + "9" * 5000, "5000 digits"),
         ('"clip":true', '"clip":true,"clip":true', "same name twice"),
-        ('"clip":true', '"clip": true', "only form"),
-        ('"clip":true', '"cl\\u0069p":true', "only form"),
-        ('"clip":true', '"clip":"\\ud800"', "half a surrogate"),
-        ('"clip":true', '"clip":' + "[" * 90 + "]" * 90, "nested 92 deep"),
-        ('"clip":true', '"clip":' + "[" * 200_000, "nested 200002 deep"),
-        ('"clip":true', '"clip":"' + '\\"' * 100_000, "no JSON"),
+        ('"clip":true', '"clip": true', "canonical form"),
+        ('"clip":true', '"cl\\u0069p":true', "canonical form"),
+        ('"clip":true', '"clip":"\\ud800"', "cannot be encoded"),
+        ('"clip":true', '"clip":' + "[" * 90 + "]" * 90, "92 nested levels"),
+        ('"clip":true', '"clip":' + "[" * 200_000, "200002 nested levels"),
+        ('"clip":true', '"clip":"' + '\\"' * 100_000, "invalid JSON"),
     ],
 )
 def test_json_in_another_form_is_refused(old, new, said):
@@ -220,19 +220,27 @@ SHAPE = b'"shape":[3],"data_offsets":[0,12]'
     [
         (SHAPE, b'"shape":[-3],"data_offsets":[0,12]', "impossible shape"),
         (SHAPE, b'"shape":[3.0],"data_offsets":[0,12]', "impossible shape"),
-        (SHAPE, b'"shape":[4],"data_offsets":[0,12]', "only form"),
-        (SHAPE, b'"shape":[2],"data_offsets":[0,8]', "have 8 bytes, and 12 are there"),
-        (SHAPE, b'"shape":[1000000000],"data_offsets":[0,4000000000]', "and 12 are there"),
+        (SHAPE, b'"shape":[4],"data_offsets":[0,12]', "canonical form"),
+        (
+            SHAPE,
+            b'"shape":[2],"data_offsets":[0,8]',
+            "tensors of 8 bytes, the message has 12 bytes",
+        ),
+        (SHAPE, b'"shape":[1000000000],"data_offsets":[0,4000000000]', "the message has 12 bytes"),
         (SHAPE, b'"shape":[4611686018427387904,0],"data_offsets":[0,0]', "impossible shape"),
-        (SHAPE, b'"shape":[3],"data_offsets":[0,12],"code":1', "only form"),
-        (SHAPE, b'"data_offsets":[0,12],"shape":[3]', "only form"),
-        (SHAPE, b'"shape":[' + b",".join([b"1"] * 99) + b'],"data_offsets":[0,12]', "no shape"),
-        (b"F32", b"F31", "no known dtype"),
-        (b'"F32"', b"[[]]", "no known dtype"),
-        (b'"model"', b'"p\\ud800"', "surrogate"),
-        (b'"order":"', b'"order":["', "no JSON"),
-        (b',"order":"', b',"code":"1","order":"', "only form"),
-        (b'"order":"', b'"answer":"', "kind 'answer' instead of 'order'"),
+        (SHAPE, b'"shape":[3],"data_offsets":[0,12],"code":1', "canonical form"),
+        (SHAPE, b'"data_offsets":[0,12],"shape":[3]', "canonical form"),
+        (
+            SHAPE,
+            b'"shape":[' + b",".join([b"1"] * 99) + b'],"data_offsets":[0,12]',
+            "a list of at most 32 sizes",
+        ),
+        (b"F32", b"F31", "unknown dtype"),
+        (b'"F32"', b"[[]]", "unknown dtype"),
+        (b'"model"', b'"p\\ud800"', "cannot be encoded"),
+        (b'"order":"', b'"order":["', "invalid JSON"),
+        (b',"order":"', b',"code":"1","order":"', "canonical form"),
+        (b'"order":"', b'"answer":"', "of kind 'order', got 'answer'"),
         (b"F32", b"\xffF2", "not ASCII"),
     ],
 )
@@ -247,17 +255,17 @@ def test_a_header_in_another_form_is_refused(old, new, said):
 @pytest.mark.parametrize(
     ("forged", "said"),
     [
-        (b"", "has 0 bytes only"),
+        (b"", "has only 0 bytes"),
         (ORDER.to_bytes()[:-1], "checksum differs"),
         (ORDER.to_bytes() + b"\0", "checksum differs"),
-        (b"PK\x03\x04" + bytes(200), "no message: its header starts with"),
+        (b"PK\x03\x04" + bytes(200), "not a message of fl_lightning: its header starts with"),
         (
             with_header(HEADER.replace(b"fl_lightning.1", b"fl_lightning.2"), DATA),
             "format 2, this program reads format 1",
         ),
-        (sealed(struct.pack("<Q", 2**63) + HEADER), "header has 9223372036854775808 bytes"),
-        (with_header(HEADER, DATA + b"\0"), "12 bytes, and 13 are there"),
-        (with_header(HEADER, DATA[:-1]), "12 bytes, and 11 are there"),
+        (sealed(struct.pack("<Q", 2**63) + HEADER), "claims 9223372036854775808"),
+        (with_header(HEADER, DATA + b"\0"), "12 bytes, the message has 13 bytes"),
+        (with_header(HEADER, DATA[:-1]), "12 bytes, the message has 11 bytes"),
         (write("order", {}, {}), "has no version|fl_lightning None"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_second_comparison_in_a_folder_is_refused(capsys):
     with sole_writer(Path("out", ".lock"), "wait"), pytest.raises(SystemExit) as ended:
         main([*WORDS["compare"], "--out", "out"])
     said = " ".join(f"{ended.value} {capsys.readouterr().err}".split())
-    assert f"out: process {os.getpid()} writes into this folder: wait for its end" in said
+    assert f"out: process {os.getpid()} is writing to this folder: wait for its end" in said
     assert [path.name for path in Path("out").rglob("*")] == [".lock"]
 
 

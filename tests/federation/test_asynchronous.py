@@ -279,7 +279,7 @@ def test_an_order_on_record_is_replayed_to_the_same_bits(recorded, tmp_path):
         ({"asynchronous": FedBuff(concurrency=3, buffer_size=2)}, "is not at work from version"),
         (
             {"asynchronous": None},
-            "RecordedArrivals is of an asynchronous run: set asynchronous as well",
+            "RecordedArrivals replays an asynchronous run: set federation.asynchronous as well",
         ),
     ],
 )
@@ -314,7 +314,7 @@ def test_a_checkpoint_of_another_story_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"devices": None}, "asynchronous needs devices"),
+        ({"devices": None}, "asynchronous needs federation.devices"),
         ({"devices": Devices(speeds=GivenSpeeds([1.0]), deadline=9.0)}, "leave devices.deadline"),
         (
             {"asynchronous": FedBuff(concurrency=7)},

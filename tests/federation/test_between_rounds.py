@@ -108,7 +108,9 @@ def test_every_round_of_a_schedule_trains(kind, warmup, caplog):
 
 def test_rounds_at_rate_zero_are_told(caplog):
     fit(Scheduled(lambda round: float(round < 2)), max_epochs=3)
-    assert "round 3: a learning rate is 0, so nothing moves (the clients' one)." in caplog.text
+    assert (
+        "round 3: a learning rate is 0, so the model does not change (the clients')." in caplog.text
+    )
     assert "round 2: a learning rate" not in caplog.text
 
 

@@ -234,7 +234,7 @@ def test_a_step_of_an_inner_optimizer_is_one_of_the_outer():
 
 def test_what_takes_one_gradient_per_step_says_so():
     private = ExampleDP(noise_multiplier=1.0, clip_norm=1.0)
-    with pytest.raises(ConfigurationError, match="the step of SAM asks for a closure"):
+    with pytest.raises(ConfigurationError, match="and SAM computes several by a closure"):
         fit(new(Sharp, SAM), privacy=private, local_epochs=1)
     with pytest.raises(ConfigurationError, match="evaluates its closure several times"):
         fit(new(Sharp), personal=APFL())

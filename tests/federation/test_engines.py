@@ -702,6 +702,13 @@ def test_a_resumed_run_keeps_to_its_slots(kind, precision, tmp_path):
     assert_same_logs(first, second)
 
 
+def test_a_resumed_run_follows_a_changed_engine(tmp_path):
+    first = run(toy(Conv), "auto", SaveEverywhere(tmp_path), slots=None)
+    assert slots_of(first) is None  # too short for a trial
+    second = run(toy(Conv), "slots", slots=2, ckpt=tmp_path / "0-end.ckpt")
+    assert slots_of(second)["num_slots"] == 2
+
+
 class Scaled(ToyModule):
     """A parameter that is a scalar."""
 

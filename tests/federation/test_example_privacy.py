@@ -150,7 +150,7 @@ def test_a_resumed_run_draws_other_noise_and_other_costs_are_refused(tmp_path):
     path = tmp_path / "1-end.ckpt"
     others = ({"privacy": private(noise_multiplier=2.0)}, {"local_steps": 3})
     for other in (*others, {"cohort": UniformCohort(size=1)}):
-        with pytest.raises(ConfigurationError, match="rounds cost something else"):
+        with pytest.raises(ConfigurationError, match="privacy cost is therefore another"):
             run(4, ckpt_path=path, **{**options, **other})
 
 

@@ -413,4 +413,4 @@ def test_a_warm_up_by_steps_from_zero_is_no_idle_round(caplog):
     before = weights(module)
     fit(module, max_epochs=1)
     assert not torch.equal(weights(module), before)
-    assert "nothing moves" not in caplog.text
+    assert "learning rate is 0" not in caplog.text

@@ -222,7 +222,7 @@ def test_a_module_that_never_returns_a_loss_ends_the_first_round():
             return None
 
     with pytest.raises(
-        RoundFailure, match="round 1: no client has a loss, and the model has not moved"
+        RoundFailure, match="round 1: no client returned a loss, and the model has not changed"
     ):
         fit(Silent(), federation=Federation(local_steps=2))
 

@@ -139,7 +139,7 @@ def after_two_rounds(tmp_path_factory):
             "adaptive_clip was None, not AdaptiveClip",
         ),
         ({"secure_noise": True}, "secure_noise was False, not True"),
-        ({"accountant": "rdp"}, "cost something else"),
+        ({"accountant": "rdp"}, "privacy cost is therefore another"),
         ({"noise_multiplier": 2.0}, "noise_multiplier was 1, not 2"),
         ({"epsilon": 30.0, "delta": 1e-4, "log_unprotected": False}, None),
     ],
@@ -160,7 +160,7 @@ def test_every_option_that_changes_when_resuming_is_refused_or_counted(
 def test_a_run_without_privacy_or_of_another_cohort_is_no_continuation(after_two_rounds):
     with pytest.raises(ConfigurationError, match="privacy"):
         run(4, **after_two_rounds)
-    with pytest.raises(ConfigurationError, match="rounds cost something else"):
+    with pytest.raises(ConfigurationError, match="privacy cost is therefore another"):
         run(4, **{**after_two_rounds, "privacy": private(), "cohort": None})
 
 
@@ -172,7 +172,9 @@ def test_a_checkpoint_of_other_cohorts_is_refused_even_if_they_cost_the_same_in_
     said = [str(privacy.mechanism(AccountedRun(c, 6, 4, seed=4))) for c in cohorts]
     assert said[0] == said[1]
     run(4, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy, cohort=cohorts[0])
-    with pytest.raises(ConfigurationError, match=r"RoundRobinCohort.*size=2.* cost something else"):
+    with pytest.raises(
+        ConfigurationError, match=r"RoundRobinCohort.*size=2.* cost is therefore another"
+    ):
         run(4, ckpt_path=tmp_path / "1-end.ckpt", privacy=privacy, cohort=cohorts[1])
 
 
@@ -406,7 +408,7 @@ def test_local_noise_is_in_the_sum_and_the_server_adds_none():
 
 def test_too_few_shares_are_not_released():
     privacy = DistributedDP(clip_norm=0.1, noise_multiplier=2.0, min_shares=5, secure_noise=False)
-    with pytest.raises(RoundFailure, match="noise together is too small"):
+    with pytest.raises(RoundFailure, match="sum of their noise is too small"):
         run(1, privacy=privacy, cohort=UniformCohort(size=3))
 
 

@@ -447,6 +447,17 @@ def test_what_a_fit_leaves_behind_comes_home(tmp_path):
         trainer.fit(Counting(), datamodule=toy_data())
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_the_module_comes_home_in_the_precision_of_the_fit(precision):
+    options = {"max_epochs": 1, "precision": precision}
+    alone, module = (
+        federated(trainer={"devices": devices, **options}, aggregator=Mean(exact=True)).module
+        for devices in (1, 2)
+    )
+    assert module.net[0].weight.dtype == alone.net[0].weight.dtype != torch.float32
+    assert torch.equal(weights(module), weights(alone))
+
+
 class MadeAtStart(Callback):
     """A state that only a process that trains can load."""
 
@@ -467,9 +478,9 @@ class Unpicklable(Callback):
 
 def test_callbacks_whose_states_cannot_come_home_are_named():
     stopping = EarlyStopping("val/loss", patience=9)
-    with pytest.warns(UserWarning, match="has not come back") as told:
+    with pytest.warns(UserWarning, match="could not be copied") as told:
         module, _ = fit(2, None, None, MadeAtStart(), Unpicklable(), stopping)
-    texts = [str(each.message) for each in told if "has not come back" in str(each.message)]
+    texts = [str(each.message) for each in told if "could not be copied" in str(each.message)]
     assert len(texts) == 2
     assert "callback MadeAtStart" in texts[0]
     assert "callback Unpicklable" in texts[1]

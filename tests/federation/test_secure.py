@@ -115,7 +115,7 @@ def test_what_leaves_in_clear_is_told_once_before_training(caplog):
     assert (
         "the server sees the sum of updates and of their examples, and no single update" in told[0]
     )
-    assert "in clear go who takes part and who fails, the metrics" in told[0]
+    assert "not hidden: which clients take part and which fail, the metrics" in told[0]
 
 
 def test_inputs_that_clients_send_sums_for_are_told(caplog):

@@ -8,6 +8,7 @@ from lightning.pytorch import seed_everything
 from toys import ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
+    ClientFailure,
     ConfigurationError,
     FedDyn,
     Federation,
@@ -124,6 +125,22 @@ def test_what_a_fit_refuses_is_refused(options):
         toy_trainer(Federation(**options), precision="64-true").fit(toy(), datamodule=data())
 
 
+def test_after_a_failed_round_the_module_holds_the_global_model():
+    class Fails(ToyModule):
+        num_left = 9
+
+        def training_step(self, batch, batch_idx):
+            self.num_left -= 1
+            return super().training_step(batch, batch_idx) * (torch.nan if self.num_left < 0 else 1)
+
+    module = Fails(scheduler=False).double()
+    before, federation = weights(module), simple(module)
+    module.num_left = 3
+    with pytest.raises(ClientFailure, match="client 0: its training loss is nan"):
+        federation.run(rounds=1)
+    assert torch.equal(weights(module), before)
+
+
 @pytest.mark.parametrize("aggregator", [NormalisedMean, QFedAvg])
 def test_rules_that_ask_for_clients_optimizer_get_it(aggregator):
     own, fitted = toy(momentum=0.0), toy(momentum=0.0)
@@ -137,7 +154,7 @@ def test_a_stage_that_needs_a_trainer_says_so():
     stage = Personaliser(Personal(["net.4.*"]), is_corrected=False)
     clients, module = data(), toy()
     clients.setup("fit")
-    with pytest.raises(ConfigurationError, match="Personaliser asks for the run's counts, "):
+    with pytest.raises(ConfigurationError, match="Personaliser reads counts of the run, "):
         SimpleFederation(module, module.configure_optimizers(), clients, [stage])
 
 

@@ -354,7 +354,7 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
     [
         ("name: a\n", "clients, socket, memory is missing"),
         (GOOD + "most_epsilom: 3\n", "'most_epsilom' is not known. Did you mean 'most_epsilon'"),
-        (GOOD + "name: b\n", "name stands in line 1 and again in line 5"),
+        (GOOD + "name: b\n", "name is set in line 1 and again in line 5"),
         (GOOD + "most_bytes: 1e9\n", "most_bytes must be a whole number, at least 1"),
         (GOOD + "most_epsilon: -1\n", "epsilon must be a number above 0 and below inf, got -1"),
         (
@@ -383,7 +383,7 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
         (GOOD.replace("socket: s", "socket: 3"), "socket must be a path"),
         (GOOD.replace("socket: s", f"socket: /{'s' * 103}"), "socket: .* has 104 bytes"),
         (GOOD + "metrics: ['']\n", "must be a text that is not empty, got ''"),
-        ("- a", "it holds no options"),
+        ("- a", "it contains no options"),
         ("a: [", "is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]", "is not valid YAML"),
         ("? [a]\n: 1", "is not valid YAML|is not known"),

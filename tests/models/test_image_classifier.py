@@ -106,7 +106,10 @@ def test_weights_that_cannot_be_downloaded(monkeypatch, tmp_path):
         ({"network": "vit_small_patch16_224.din"}, r"Close to it: .*vit_small_patch16_224\.dino"),
         ({"network": "le_net"}, "Close to it: lenet"),
         ({"network": "a/b"}, "no 'a/b' in timm"),
-        ({"network": "lenet", "network_kwargs": {"depth": 3}}, "network_kwargs: 'lenet' does not have such an argument: .*'depth'"),
+        (
+            {"network": "lenet", "network_kwargs": {"depth": 3}},
+            "network_kwargs: 'lenet' does not have such an argument: .*'depth'",
+        ),
         ({"network": "lenet", "network_kwargs": None, "pretrained": True}, "checkpoint_path"),
         ({"network": "lenet", "network_kwargs": None, "image_size": 8}, "image_size .* got 8"),
         ({"image_size": 40}, "multiple of the patches .* 16 pixels, got 40"),

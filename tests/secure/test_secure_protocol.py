@@ -359,7 +359,7 @@ def test_the_server_refuses_what_others_would_stumble_over():
     assert server.receive(answer) == 0
     with pytest.raises(MessageError, match="not expected now"):
         server.receive(answer)
-    with pytest.raises(MessageError, match="kind 'Advertisement' instead of 'SealedShares'"):
+    with pytest.raises(MessageError, match="of kind 'SealedShares', got 'Advertisement'"):
         server.receive(encode(made, 1, Advertisement(bytes(64), bytes(64))))
 
 

@@ -127,7 +127,7 @@ class TestAttackers:
 
     def test_some_are_spared(self):
         assert Attackers(fraction=0.5, spared=[0, 1], seed=0).choose(4) == [2, 3]
-        with pytest.raises(ConfigurationError, match="3 of 4 clients are to attack, and 2"):
+        with pytest.raises(ConfigurationError, match="3 of 4 clients are to attack, but only 2"):
             Attackers(fraction=0.75, spared=[0, 1], seed=0).choose(4)
 
     def test_who_is_trusted_must_be_honest(self):

@@ -1,5 +1,6 @@
 """Means that look at losses or at clusters: q-FedAvg, tilted, AFL, averages of cluster centres."""
 
+import copy
 from functools import partial
 
 import numpy as np
@@ -67,6 +68,16 @@ def test_a_large_tilt_follows_the_client_that_is_worst_off():
     assert opened(TiltedMean(100.0), entries).close().tolist() == pytest.approx([0.0, 1.0])
 
 
+@pytest.mark.parametrize("rule", [QFedAvg(4.0, 0.1), TiltedMean(1.0)])
+def test_weights_beyond_float32_add_up_over_processes(rule):
+    """e^120 is no float32; processes add up products of weights and means."""
+    entries = [([1.0, 2.0], 120.0, 1), ([4.0, 0.0], 121.0, 1)]
+    expected = opened(copy.deepcopy(rule), entries).close()
+    one, other = (opened(copy.deepcopy(rule), [entry]) for entry in entries)
+    one.load_sums([sum(pair) for pair in zip(one.sums(), other.sums(), strict=True)])
+    torch.testing.assert_close(one.close(), expected, rtol=1e-6, atol=0)
+
+
 def test_losses_that_cannot_be_used_are_told():
     with pytest.raises(ClientFailure, match=r"client 0: q-FedAvg .* its loss is -1"):
         opened(QFedAvg(1.0, 0.1), [([0.0, 0.0], -1.0, 1)])
@@ -78,7 +89,7 @@ def test_losses_that_cannot_be_used_are_told():
         opened(QFedAvg(10.0, 0.1), [([0.0, 0.0], 1e38, 1)])
     with pytest.raises(ClientFailure, match="no train/loss"):
         opened(AFL(), [([0.0, 0.0], None, 1)])
-    with pytest.raises(ConfigurationError, match="a model of 7 numbers is not 3 centroids"):
+    with pytest.raises(ConfigurationError, match="a model of 7 parameters cannot hold 3"):
         ClusterFedAvg(3).open(torch.zeros(7))
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.core.errors import RoundFailure
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.means.mean import Mean, NormalisedMean
 from fl_lightning.server.means.running_mean import LARGEST_SUM, ExactMean, RunningMean
@@ -135,6 +135,24 @@ def test_sums_beyond_the_range_are_refused():
     mean.add(torch.tensor([-1e9]), 4000)
     with pytest.raises(RoundFailure, match="exact: false"):
         mean.value()
+
+
+def test_an_exact_mean_refuses_weights_that_are_not_whole_numbers():
+    class Halves(Mean):
+        def weight(self, update):
+            return 0.5 * update.num_examples
+
+    for exact, count in ((True, 4), (False, 3)):
+        mean = Halves(exact=exact)
+        mean.open(torch.empty(1))
+        mean.add(ClientUpdate(0, torch.ones(1), torch.empty(0), count, 1))
+        assert mean.close().tolist() == [1.0]
+    mean = Halves(exact=True)
+    mean.open(torch.empty(1))
+    with pytest.raises(
+        ConfigurationError, match=r"Halves.weight returned 1.5 for client 7: .* whole"
+    ):
+        mean.add(ClientUpdate(7, torch.ones(1), torch.empty(0), 3, 1))
 
 
 @pytest.mark.parametrize("aggregator", [Mean(exact=True), NormalisedMean(exact=True)])

@@ -89,7 +89,7 @@ def test_a_file_gives_the_task_back(tmp_path):
         ({"names": ["b"]}, "do not match its list of names"),
         ({"names": 3}, "do not match its list of names"),
         ({"fingerprint": "0"}, "shapes do not match its fingerprint"),
-        ({"code": 0}, "'code', which is not known"),
+        ({"code": 0}, "unknown field 'code'"),
     ],
 )
 def test_damaged_files_are_refused(fields, message, tmp_path):
@@ -99,7 +99,7 @@ def test_damaged_files_are_refused(fields, message, tmp_path):
     with pytest.raises(ConfigurationError, match=message):
         load_task_vector(path)
     path.write_bytes(write("mask", good, {"a": torch.ones(2)}))
-    with pytest.raises(ConfigurationError, match="kind 'mask' instead of 'task vector'"):
+    with pytest.raises(ConfigurationError, match="of kind 'task vector', got 'mask'"):
         load_task_vector(path)
 
 

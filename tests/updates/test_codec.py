@@ -173,7 +173,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("differs", "says"),
         [
-            ({"kind": "model"}, "kind 'update' instead of 'model'"),
+            ({"kind": "model"}, "of kind 'model', got 'update'"),
             ({"space": "f" * 32}, "space"),
             ({"round_index": 5}, "round 4 instead of 5"),
             ({"transforms": ("sign",)}, "transforms"),
@@ -192,15 +192,15 @@ class TestRefusals:
             (A_DENSE, {}, {"params": torch.zeros(4, dtype=torch.int32)}, "vector of torch.float64"),
             (A_DENSE, {}, {"params": torch.zeros(2, 2)}, "vector of torch.float64"),
             (A_DENSE, {}, {"params": None}, "payload of 0 numbers, 4 expected"),
-            (A_DENSE, {}, {"buffers": torch.empty(0)}, "not in their only form"),
-            (A_DENSE, {}, {"code": torch.zeros(2)}, "not in their only form"),
+            (A_DENSE, {}, {"buffers": torch.empty(0)}, "not in canonical form"),
+            (A_DENSE, {}, {"code": torch.zeros(2)}, "not in canonical form"),
             (A_DENSE, {}, {"numbers": torch.zeros(4)}, "numbers must be a vector of torch.int64"),
             (A_DENSE, {}, {"numbers": torch.tensor([4, -1, 12, 3])}, "client_id must be"),
-            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "not in their only form"),
-            (A_DENSE, {"metrics": [3]}, {"metrics": torch.ones(1).double()}, "only form"),
-            (A_DENSE, {"metrics": []}, {}, "only form"),
+            (A_DENSE, {}, {"metrics": torch.ones(1).double()}, "not in canonical form"),
+            (A_DENSE, {"metrics": [3]}, {"metrics": torch.ones(1).double()}, "canonical form"),
+            (A_DENSE, {"metrics": []}, {}, "canonical form"),
             (A_DENSE, {"params": 5}, {}, "must be a mapping"),
-            (A_DENSE, {"code": 1}, {}, "has 'code', which is not known"),
+            (A_DENSE, {"code": 1}, {}, "has the unknown field 'code'"),
             (A_DENSE, {"space": None}, {}, "has no space"),
             *(
                 (dense(rng(), 1, dtype), {}, {"params": torch.tensor([bad], dtype=dtype)}, "finite")
@@ -211,11 +211,11 @@ class TestRefusals:
             (THREE_BITS, {"params": CODES | {"block": 0}}, {}, "block must be"),
             (THREE_BITS, {"params": CODES | {"block": [4]}}, {}, "blocks of 4 numbers .* got 5"),
             (THREE_BITS, {"params": CODES | {"block": 2}}, {}, "scales must be 3 numbers"),
-            (THREE_BITS, {"params": CODES | {"x": 2}}, {}, "'x', which is not known"),
+            (THREE_BITS, {"params": CODES | {"x": 2}}, {}, "unknown field 'x'"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([-1.0])}, "numbers of at least 0"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([torch.nan])}, "numbers of at least 0"),
             (THREE_BITS, {}, {"params.scales": torch.tensor([3.4e38])}, "numbers beyond"),
-            (THREE_BITS, {}, {"params.codes": octets(0, 255)}, "not in their only form"),
+            (THREE_BITS, {}, {"params.codes": octets(0, 255)}, "not in canonical form"),
             (THREE_BITS, {}, {"params.codes": octets(0, 0, 0)}, "do not fill 3 bytes"),
             (WITH_OFFSETS, {}, {"params.offsets": torch.tensor([torch.nan])}, "numbers beyond"),
             (WITH_OFFSETS, {}, {"params.offsets": torch.ones(2)}, "offsets must be 1 numbers"),
@@ -227,7 +227,7 @@ class TestRefusals:
             (SPARSE, {}, {"params": torch.ones(41)}, "too many for 41"),
             (SPARSE, {}, {"params.gaps": torch.zeros(99, dtype=torch.uint8)}, "too many for 5"),
             (SPARSE, {}, {"params.gaps": octets(0, 0, 0, 0)}, "the quotients are not those of 5"),
-            (NO_INDEX, {"params": {"low_bits": 2, "size": 40}}, {}, "not in its only form"),
+            (NO_INDEX, {"params": {"low_bits": 2, "size": 40}}, {}, "not in canonical form"),
         ],
     )
     def test_payloads_that_nobody_writes(self, params, fields, tensors, says):

@@ -62,8 +62,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             if files:
                 raise ConfigurationError(
-                    f"{path}: the memories of the clients are too large to be part of a checkpoint, so they "
-                    "are in files beside it, which needs a folder of this machine"
+                    f"{path}: the clients' states are too large for a checkpoint, so they are in files beside it, "
+                    "which is possible only in a local folder: set ModelCheckpoint's dirpath to one"
                 )
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -76,7 +76,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with unfinished.open("wb") as stream:
                 torch.save(checkpoint, stream)
                 stream.flush()
-                os.fsync(stream.fileno())  # else a name without content is left where power fails
+                os.fsync(stream.fileno())  # else a power failure may leave an empty file
             os.replace(unfinished, target)
             _keep_only(folder, {file.path.name for file in files})
         if "optimizer_states" in checkpoint:
@@ -148,7 +148,7 @@ def _free_megabytes(folder: Path) -> str:
 
 
 class WorkingFolder:
-    """Folder of one process, removed with this object; those of killed processes are removed as well."""
+    """Folder of one process, removed with this object; leftover folders of killed processes are removed as well."""
 
     def __init__(self, parent: Path, prefix: str = ".client_memory-") -> None:
         self._parent, self._prefix = parent, f"{prefix}{socket.gethostname()}_"

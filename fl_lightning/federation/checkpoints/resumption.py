@@ -87,10 +87,10 @@ def _named(
 
 
 def resume_loggers(config: Any, run: EarlierRun | None) -> None:
-    """Make loggers of services continue the record of a resumed run; W&B's get a name for a new one.
+    """Make loggers of online services continue the resumed run; W&B's logger gets a name for a new run.
 
-    Loggers with folders are told theirs by `take_folders`, which is no part of the configuration: another run
-    of it has a folder of its own.
+    `take_folders` sets the folders of other loggers. Folders are no part of the configuration, because another
+    run with the same configuration has another folder.
     """
     before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
     for number, logger in enumerate(_loggers(config)):
@@ -128,9 +128,9 @@ def clean_up_after(run: EarlierRun) -> None:
 
 
 def take_folders(trainer: Trainer, run: EarlierRun | None) -> None:
-    """Make loggers of a resumed run write to its folder; make a new run's folders, which no other run has.
+    """Make loggers of a resumed run write to its folder; create the folders of a new run.
 
-    Lightning's loggers look for a free number when they are first used: two runs may find the same one.
+    Lightning's loggers look for a free number when they are first used, so that two runs may use the same folder.
     """
     taken = {} if run is None else {run.folder.parent.resolve(): run.folder.name}
     for logger in trainer.loggers:

@@ -32,7 +32,7 @@ def run_folder(trainer: Trainer) -> str:
 
 
 def own_run_folder(trainer: Trainer) -> str:
-    """Return a run's folder as this process knows it; only the first process surely knows the version.
+    """Return a run's folder as this process knows it; only the first process is sure to know the version.
 
     Example:
         >>> own_run_folder(Trainer(logger=CSVLogger("runs", "a", version=3), accelerator="cpu"))
@@ -164,8 +164,8 @@ def choose(
             closest = run, found
     if closest is None:
         raise ConfigurationError(
-            f"ckpt_path: last, but below {root.resolve()} there is no run with a checkpoint to go on "
-            "from: start without ckpt_path, or give the path of a .ckpt file"
+            f"ckpt_path: last, but below {root.resolve()} there is no run with a checkpoint: start without "
+            "ckpt_path, or give the path of a .ckpt file"
         )
     if not changed:
         refuse(*closest)

@@ -1,4 +1,4 @@
-"""State of a run in a checkpoint: everything but the model, which Lightning saves."""
+"""State of a run in a checkpoint: everything except the module's weights, which Lightning saves."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fl_lightning.federation.loop import is_in_round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import check_same, kind_of
 
-# Features that both runs must have or lack: key of the stage, and name for errors.
+# Features that both runs must have, or both lack: name in errors, by key of the stage.
 _CHOICES = {"versions": "choice of federation.asynchronous", "privacy": "privacy"}
-# Features whose kind must be the same: key of the stage, and name for errors.
+# Features whose class must be the same in both runs: name in errors, by key of the stage.
 _KINDS = {"correction": "correction", "personal": "choice of federation.personal"}
 
 
 class MissedPlateaus:
-    """Catches up the steps of `ReduceLROnPlateau` that Lightning leaves out when a run resumes.
+    """Takes the steps of `ReduceLROnPlateau` that Lightning leaves out when a run resumes.
 
-    Lightning steps these schedules after the callbacks of an epoch's end, which save checkpoints. After resuming
-    it ends that epoch or the next one without them, as it saves no metrics.
-    From a checkpoint between a round's training and its validation, which Lightning leaves out, the step takes
-    the value of the validation before.
+    Lightning steps these schedules after the callbacks that save a checkpoint at an epoch's end. It saves no
+    metrics, so that after resuming it ends this epoch or the next one without the step. If the checkpoint was
+    saved between a round's training and its validation, which Lightning then leaves out, the step uses the value
+    of the validation before.
 
     Args:
         epoch: the epoch that was open when the checkpoint was saved; None without one.
@@ -41,7 +41,7 @@ class MissedPlateaus:
         self._epoch, self._positions, self._num_left = epoch, positions, 2
 
     def catch_up(self, trainer: Trainer) -> None:
-        """Step the schedules that Lightning has not stepped in the epoch before; called when an epoch starts."""
+        """Step the schedules that Lightning did not step at the end of the last epoch; called when an epoch starts."""
         if self._epoch is None or trainer.current_epoch <= self._epoch or not self._num_left:
             return
         for config, position in zip(plateaus(trainer), self._positions, strict=False):

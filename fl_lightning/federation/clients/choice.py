@@ -2,8 +2,8 @@
 
 All engines give the same updates, so the choice is one of speed. It is made once, before the first
 clients train, and logged in one line. ``engine: auto`` begins with plain sequential steps and tries, in this
-order, what may be faster. Each is tried only if the training ahead is long enough to repay the trial, must
-give a client's sequential result (`Trial`), and is taken if it is faster:
+order, what may be faster. Each is tried only if the training ahead is long enough to repay the trial. It is
+used if a client's result is that of sequential training (`Trial`) and if it is faster:
 
 1. Speedups of a single step, one after the other, if training takes a minute or more. A compiled graph
    brings some per cent, and is tried if training takes 20 minutes.
@@ -11,7 +11,8 @@ give a client's sequential result (`Trial`), and is taken if it is faster:
    about a tenth of a second, and small models train 2 to 5 times as fast.
 3. Compiled slots, if training still takes longer than the compiler.
 
-`Trial` says how times are measured. Checkpoints keep the choice: a resumed run does not choose again.
+`Trial` says how times are measured. Checkpoints keep the choice: a run that resumes with the same options does
+not choose again.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
 
-# With more parameters, one client's step fills a core. A GPU needs far larger models: ten clients of a
-# ViT of 2.7 million parameters trained three times as fast in slots.
+# Largest number of parameters for slots: the step of a larger model keeps a core busy by itself. A GPU needs
+# far larger models: ten clients of a ViT of 2.7 million parameters trained three times as fast in slots.
 _MOST_PARAMETERS, _MOST_ON_GPU = 2_000_000, 50_000_000
 # Runs of fewer local steps take about half a second in small models, and do not repay a trial.
 LEAST_STEPS = 1000
-# Slots that are asked for are compiled from this many local steps on.
+# With ``engine: slots``, fewest local steps of a run for which slots are compiled.
 SHORT_RUN_STEPS = 10_000
 # Seconds of training that repay a trial: of a speedup (a second), of a compiled step and of compiled slots
 # (15 to 60 s where nothing is cached). A compiled step is some per cent faster, compiled slots are 2 to 6
 # times as fast.
 SPEEDUP_SECONDS, COMPILED_STEP_SECONDS, COMPILED_SLOTS_SECONDS = 60.0, 1200.0, 60.0
-# Most time of all trials of speedups: as a fraction of the training, and in seconds.
+# Longest time of all trials of speedups: as a fraction of the training, and in seconds.
 SHARE_OF_SPEEDUPS, MOST_SECONDS_OF_SPEEDUPS = 0.05, 120.0
-# Steps of the run that one turn of a trial of slots takes, as a fraction: 2 to 10 steps of a client.
+# Fraction of the run's local steps that one turn of a trial of slots takes: 2 to 10 steps of each client.
 _SHARE_OF_A_TURN = 0.005
-# Least speed, relative to sequential or plain steps, by which slots or a speedup are taken.
+# Smallest speed, relative to sequential training (or to plain steps), for which slots (or a speedup) are used.
 LEAST_BY_SLOTS, LEAST_BY_SPEEDUP = 1.1, 1.03
 
 
@@ -73,8 +74,7 @@ class EngineChooser:
         ConfigurationError: if the options name a speedup that does not apply.
 
     Attributes:
-        slots: the engine for many clients at once; None if clients train one after the other, and before
-            the choice.
+        slots: the engine for many clients at once; None for sequential training, and before the choice.
         is_chosen: whether the choice has been made.
     """
 
@@ -98,7 +98,7 @@ class EngineChooser:
         self.slots: SlotEngine | None = None
 
     def choose(self, model: GlobalModel, work: Sequence[ClientWork], alone: TrainAlone) -> None:
-        """Choose an engine, unless that is done or no client has work; never fails.
+        """Choose an engine, unless one has been chosen or no client has work; never fails.
 
         Args:
             model: the global model.
@@ -143,8 +143,8 @@ class EngineChooser:
     def _force_speedups(self, speedups: Sequence[Speedup]) -> None:
         if speedups and self._needs_plain_steps:
             raise ConfigurationError(
-                "federation: speedups are for plain steps on the whole model, and personal.own_epochs "
-                "freezes one part after the other, APFL mixes two models: leave speedups out"
+                "federation: speedups need plain steps on the whole model, but personal.own_epochs trains one "
+                "part after the other, and APFL mixes two models: leave speedups out"
             )
         for speedup in speedups:
             if reason := self._step.reason_against(speedup):
@@ -253,7 +253,7 @@ class EngineChooser:
         return SlotEngine(self._trainer, self._local, stacking)
 
     def _remark(self, is_direct: bool) -> str:
-        """Return a remark for the log if slots compute layers more precisely than the Trainer asks for."""
+        """Return a remark for the log if layers are computed in higher precision than the Trainer's."""
         is_more = is_direct and self._trainer.precision not in FULL_PRECISIONS
         return ", direct layers in float32" if is_more else ""
 
@@ -277,15 +277,20 @@ class EngineChooser:
     def state_dict(self) -> dict[str, Any]:
         """Return the chosen engine, for a checkpoint."""
         return {
+            "asked": self._asked,
             "is_chosen": self.is_chosen,
             "slots": None if self.slots is None else asdict(self.slots.stacking),
             "speedups": list(self._kept),
             "names": dict(self._local.collector.epoch_names),
         }
 
+    @property
+    def _asked(self) -> list[Any]:
+        return [self._options.engine, self._options.pad_batches]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt the choice of a resumed run or of another process."""
-        if self._options.engine == "sequential" or not state["is_chosen"]:
+        """Adopt the choice of a resumed run or of another process, unless it was made under other options."""
+        if not state["is_chosen"] or state.get("asked", self._asked) != self._asked:
             return
         self.is_chosen = True
         if self._options.speedups is None:
@@ -293,4 +298,6 @@ class EngineChooser:
             self._kept = self._step.speedups
         self._local.collector.epoch_names.update(state["names"])
         if state["slots"] is not None:
-            self.slots = SlotEngine(self._trainer, self._local, StackedOptions(**state["slots"]))
+            stacking = StackedOptions(**state["slots"])
+            stacking = replace(stacking, num_slots=self._options.slots or stacking.num_slots)
+            self.slots = SlotEngine(self._trainer, self._local, stacking)

@@ -75,12 +75,12 @@ class FitClients:
         )
 
     def renew_space(self) -> None:
-        """Rebuild the layout of the exchanged vectors, and the engine, for the current masks."""
+        """Rebuild the layout of the exchanged vectors and the engine for the current masks."""
         self.local.renew_space()
         self.engine.renew()
 
     def add_named_state(self) -> bool:
-        """Add tensors that ``federation.client_state`` names to those of a resumed run; return if any is new."""
+        """Add the tensors of ``federation.client_state`` to the state of a resumed run; return whether any is new."""
         names = self.local.state_names
         more = [] if names is None else self.rehearsal.together([names])
         if names is None or more == names:
@@ -198,7 +198,7 @@ class FitClients:
     def _train_alone(
         self, work: ClientWork, model: GlobalModel, *, is_corrected: bool = True
     ) -> TrainedClient:
-        """Train a client sequentially, without a trace but in the module and its metrics."""
+        """Train a client sequentially, changing nothing but the module and its metrics."""
         personal = self._stages.first(Personaliser)
         own = None if personal is None else personal.tensors_of(work.client_id)
         own_start = self.local.personal_start if own is None else own

@@ -41,11 +41,11 @@ from fl_lightning.federation.visits.lightning_step import extra_work, step_conte
 from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.visiting import batch_preparation, has_batch_hooks, takes_index
 
-# Parameters, gradients and optimizer state of all slots should fit a core's cache: the fastest numbers
-# of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
+# Parameters, gradients and optimizer state of all slots should fit a core's cache. For networks of 8 to 215
+# thousand parameters, the fastest number of slots needs about this much memory.
 _CACHE_BYTES = 8 * 2**20
 MOST_SLOTS = 32
-# Without a compiler a step has milliseconds of overhead, which this many times the slots share.
+# Slots that are not compiled are this many times as many: a step has milliseconds of overhead, which they share.
 _TIMES_NOT_COMPILED = 4
 # Fraction of a GPU's memory that slots may fill: activations need the rest.
 _SHARE_OF_GPU = 1 / 16
@@ -106,24 +106,24 @@ class SlotEngine:
         return work.where(fits), work.where(~fits)
 
     def remark(self, work: Sequence[ClientWork], *, may_pad: bool) -> str:
-        """Return a clause for the log: why batches are not padded, or how many clients padding would help."""
+        """Return a clause for the log: why batches are not padded, or how many clients need padding for slots."""
         if self.stacking.whole_because:
             return f", of whole batches because {self.stacking.whole_because}"
         without = len(self.split(GroupWork.of(work))[1])
         if not without or not may_pad:
             return ""
         return (
-            f", {without} of {len(work)} clients one after the other because none of their batches is "
-            "full (federation.pad_batches pads them, for a loss that is a mean over examples)"
+            f", {without} of {len(work)} clients sequentially because none of their batches is full "
+            "(federation.pad_batches pads them, for a loss that is a mean over examples)"
         )
 
     @property
     def is_compiled(self) -> bool:
-        """True if the stacked step is compiled, as far as clients have trained."""
+        """True if the stacked steps that have run so far are compiled."""
         return self._step.graphs.is_compiled
 
     def leave_out(self, client: int) -> None:
-        """Remove a client that trains now from metrics, because its update cannot be used."""
+        """Remove a client of the current turn from metrics, because its update cannot be used."""
         self._slots.leave_out(client)
 
     @property
@@ -143,8 +143,8 @@ class SlotEngine:
         Args:
             model: the global model.
             work: the clients' work.
-            term: from a client to the term that it adds to its gradients; None for no term.
-            own: from a client to its personal tensors; None for those of the global model.
+            term: maps a client to the term that it adds to its gradients; None for no term.
+            own: maps a client to its personal tensors; None for those of the global model.
         """
         if not work:
             return
@@ -160,10 +160,7 @@ class SlotEngine:
                 self._collector.add_metric(name, names.get(name, name), metric)
 
     def _as_far_as_possible(self, updates: Iterator[Updates]) -> Iterator[Updates]:
-        """Turn any exception in slots into `CannotStack`.
-
-        A mistake of the user will be raised again by sequential training.
-        """
+        """Convert any exception in slots to `CannotStack`; sequential training raises errors of the user again."""
         try:
             yield from updates
         except (CannotStack, ClientFailure, ConfigurationError):
@@ -226,7 +223,7 @@ def pads(asked: bool | None, module: nn.Module) -> bool:
 def one_at_a_time(
     trainer: Trainer, local: LocalTrainer, stages: Stages, own_stages: Sequence[Stage]
 ) -> str | None:
-    """Return the part of the configuration that needs one client at a time; None without one.
+    """Return why the configuration needs one client at a time; None if it does not.
 
     Args:
         trainer: a Trainer, set up for fitting.
@@ -245,7 +242,7 @@ def one_at_a_time(
 
 
 def fitting_slots(trainer: Trainer, num_parameters: int, *, compiled: bool) -> int:
-    """Return the number of slots that fill a core's cache or their part of a GPU, a power of two to 32.
+    """Return the number of slots that fit a core's cache or a part of a GPU's memory, a power of two up to 32.
 
     On a CPU it is four times as large if slots are not compiled.
     """

@@ -60,14 +60,14 @@ class OneByOne:
                     self._counts.tell_of_rounds()
 
     def _watched(self, work: ClientWork, start: Start) -> Upload | Missing:
-        """Train the first client, and name a global, closure or class attribute that its steps change."""
+        """Train the first client, and log the name of a global, closure or class attribute that its steps change."""
         self._watches = False
         outside = Attributes(self._module, ignore=NOT_THE_USERS, outside=True)
         sent = self._train(work, start)
         if changes := outside.changes_outside():
             rank_zero_info(
-                f"state: training_step changes {changes[0]}, which is yours and not put back between "
-                "clients: make it an attribute of the module if every client is to start from it"
+                f"state: training_step changes {changes[0]}, which is not restored between clients: make it an "
+                "attribute of the module if every client is to start from its value at the round's start"
             )
         return sent
 

@@ -1,10 +1,10 @@
-"""A check while slots run: some of their clients are trained sequentially as well.
+"""Spot check: some clients that train in slots are trained sequentially as well, and the results compared.
 
-When slots are chosen, one client in one round shows that they compute what the module does. A module may
+When slots are chosen, one client in one round has shown that slots compute what the module does. A module may
 act differently later, or on other examples. So randomly drawn clients (`drawn`) train once more from the
-same model, with the same batches, draws and corrections, and the results are compared: update, buffers,
-personal tensors and logged values, but not torchmetrics objects, which hold all clients together. The
-check leaves no trace: the run is bit-identical without it.
+same model, with the same batches, draws and corrections. Update, buffers, personal tensors and logged values
+are compared, but not torchmetrics objects, which pool all clients. The check changes nothing: the run is
+bit-identical without it.
 
     difference = ‖found - expected‖ / ‖expected‖
 
@@ -20,9 +20,9 @@ digits with a linear model, an MLP, convolutions with and without batch norm and
     float64     1e-16 to 1e-11, with Adam before batch norm 5e-10; up to 0.1 likewise. Logged losses 1e-7
 
 So no bound by the number of steps would hold. Differences that smooth training never exceeds pass
-(`Rounding.share`). For a larger difference the client trains twice more, from starts that are off by one
-rounding (`nudged`), which in all cases above made 0.9 to 40 times the difference of both engines. Ten
-times the effect of such a start is explained by rounding. If that effect is a tenth of the update or
+(`Rounding.share`). If the difference is larger, the client trains twice more, from starts that are off by one
+rounding (`nudged`); in all cases above their effect was 0.9 to 40 times the difference of both engines. A
+difference of up to ten times this effect counts as rounding. If the effect is a tenth of the update or
 more, training is too unstable to compare. Otherwise the run stops, before the server steps.
 """
 
@@ -54,12 +54,12 @@ _NUM_NUDGES = 2
 _LEAST_CHANGE = 0.01
 _UPDATE, _FAILURE = "update", "failure"
 _REMEDY = (
-    "The round does not count: the global model is the one before it. Set federation.engine: "
-    "sequential, which runs your training_step unchanged. If slots are to be faster again, look for "
-    "what the step, or a hook, reads or writes besides tensors (attributes of self, current_epoch, "
-    "counters, lists), or does with other examples of the batch; federation.pad_batches: false if its "
-    "loss is no mean over examples. Earlier rounds were checked on few clients only "
-    "(federation.spot_check): do not trust them before you know the reason."
+    "The round does not count: the global model is that of the round before. Set federation.engine: "
+    "sequential, which runs your training_step unchanged. To use slots again, find out which values "
+    "besides tensors the step or a hook reads or writes (attributes of self, current_epoch, counters, "
+    "lists), or how it treats padded examples; set federation.pad_batches: false if the loss is no mean over "
+    "examples. Earlier rounds were checked on few clients only (federation.spot_check): do not trust them "
+    "before you know the reason."
 )
 
 
@@ -109,7 +109,7 @@ def remark_of(fraction: float) -> str:
 
 
 class SpotCheck:
-    """Checks clients in slots, those that start from the same model together.
+    """Checks some of the clients that have trained in slots from the same model.
 
     Args:
         fraction: fraction of the clients in slots that are checked.
@@ -133,7 +133,7 @@ class SpotCheck:
         self._alone, self._restore, self._precision = alone, restore, precision
 
     def begin(self, work: GroupWork) -> None:
-        """Draw the clients to check, of those that train in slots now."""
+        """Draw the clients to check, given the work of all clients that will train in slots."""
         self._work = {client.client_id: client for client in drawn(work, self._fraction)}
         self._found: dict[int, TrainedClient] = {}
         self._metrics = MetricStates(metrics_of(self._module) if self._work else [])
@@ -148,7 +148,7 @@ class SpotCheck:
         for row, client in enumerate(usable.client_ids if self._work else ()):
             if client in self._work:
                 own = kept.get(client, usable.buffers.new_empty(0))
-                (update,) = usable.rows([row])  # copies: the slots go on
+                (update,) = usable.rows([row])  # a copy: slots reuse their memory
                 self._found[client] = TrainedClient(update, own, own)
 
     def compare(self, start: GlobalModel, present: GlobalModel) -> None:
@@ -167,7 +167,7 @@ class SpotCheck:
             with self.without_trace(present):
                 for client, found in self._found.items():
                     self.look(self._work[client], found, start)
-        except BaseException:  # these clients' updates do not count, nor what metrics hold of them
+        except BaseException:  # the updates of these clients do not count, nor do their metrics
             self._metrics.put_back()
             raise
 
@@ -200,10 +200,10 @@ class SpotCheck:
         if apart is None or math.isinf(apart.explained):
             return
         where = f"round {work.round_index + 1}, client {work.client_id}"
-        said = f"trained in slots, its {apart.name} differs by {apart.gap:.1e} of itself from what it is "
-        said += f"one after the other; rounding explains {apart.explained:.1e}"
+        said = f"its {apart.name} from slots differs from sequential training by {apart.gap:.1e} (relative); "
+        said += f"rounding explains {apart.explained:.1e} at most"
         if isinstance(expected, ClientFailure):
-            said = f"it fails one after the other, and not in slots: {expected.reason}"
+            said = f"it fails in sequential training, but not in slots: {expected.reason}"
         raise EnginesDiffer(work.client_id, f"{where}: {said}. {_REMEDY}")
 
 
@@ -240,7 +240,8 @@ def difference(
         start: the model from which it started.
         alone: trains a client with the first engine, for nudged starts.
         rounding: the rounding of both engines.
-        num_seen: examples in all batches, two of which may fall on another side in logged values.
+        num_seen: examples in all batches; rounding may change the predicted class of two of them, and with it
+            logged values.
     """
     gaps = _gaps(expected, found, start, num_seen)
     limits = dict.fromkeys(gaps, rounding.share)
@@ -251,7 +252,7 @@ def difference(
         again = _outcome(alone, work, nudged(start, moved, rounding.unit, seed=seed))
         made = _gaps(expected, again, start, num_seen)
         whole = _MARGIN * made.get(_UPDATE, 0.0)
-        # rounding decides whether its numbers are finite, or there are no digits to compare
+        # rounding decides whether training fails, or changes the whole update
         if _FAILURE in made or whole >= 1:
             name = max(gaps, key=gaps.__getitem__)
             return Difference(name, gaps[name], math.inf)
@@ -270,11 +271,11 @@ def _outcome(alone: TrainAlone, work: ClientWork, start: GlobalModel) -> Result:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Size of rounding errors.
+    """Sizes of rounding errors: of one operation, and of a client's update.
 
     Attributes:
         unit: approximate relative error of one operation.
-        share: relative difference of an update that passes without nudged starts.
+        share: largest relative difference of an update that passes without nudged starts.
     """
 
     unit: float
@@ -350,7 +351,7 @@ def _apart(one: Tensor, other: Tensor, before: Tensor, least: float) -> float:
 def _of_metrics(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], num_seen: float
 ) -> dict[str, float]:
-    """Return the relative differences of logged values, less that of two examples near a class boundary."""
+    """Return relative differences of logged values; a difference that two examples could cause counts as 0."""
     shares = {}
     for name in sorted({*one, *other}):
         if name.endswith(PER_EXAMPLE):  # slots have it of all clients, sequential training if not 1

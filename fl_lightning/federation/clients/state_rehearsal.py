@@ -1,7 +1,7 @@
 """Rehearsal: finds out before the first round which buffers and frozen parameters clients change.
 
-The first local steps of a client are taken, and everything is restored. Tensors that they changed are
-state, as are those that torch's modules are known to change; the others are constants.
+One client takes its first local steps, and everything is restored. Tensors that changed are the clients'
+state, as are tensors that torch's modules are known to change. All others are constants.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class StateRehearsal:
         self._trainer, self._module = run.trainer, run.module
         self._local, self._step = run.local, run.step
         self._plan = run.plan
-        told = getattr(run.module, "changes_at_clients", ())  # names, by the module itself
+        told = getattr(run.module, "changes_at_clients", ())  # names that the module lists itself
         self._patterns = [*matching(run.module, patterns), *told, *known_state(run.module)]
 
     @property
     def known(self) -> list[str]:
-        """Names of tensors that are state without a rehearsal."""
+        """Names of the tensors that are known to be state before any rehearsal."""
         return self.together([])
 
     @property
     def is_needed(self) -> bool:
-        """True if a rehearsal has to decide about some tensor, or about the count of an average."""
+        """True if it is unknown whether clients change some tensor, or an average that counts its updates."""
         counts = any(map(_may_count, self._module.modules()))
         return counts or set(candidates(self._module)) != set(self.known)
 
@@ -94,9 +94,9 @@ class StateRehearsal:
         for client in self.failures.keys() & ended:
             error = self.failures.pop(client)
             warnings.warn(
-                f"state: a rehearsal of client {client}'s first steps, which finds the buffers that they change, "
-                f"raised {type(error).__name__}: {error}; in training the client did not fail. Make training_step "
-                "do the same in every call, or name the buffers in federation.client_state",
+                f"state: the first steps of client {client} were tried before the first round, to find the buffers "
+                f"that they change, and raised {type(error).__name__}: {error}. In training they did not fail. Make "
+                "training_step do the same in every call, or name these buffers in federation.client_state",
                 stacklevel=2,
             )
 
@@ -118,7 +118,7 @@ class StateRehearsal:
 
     @contextmanager
     def _nothing_left(self) -> Iterator[Visit]:
-        """Restore everything after the block, the optimizers and the fp16 scale as well."""
+        """Restore everything after the block, including the optimizers and the fp16 scale."""
         local = self._local
         local.start_round()
         model = local.read()
@@ -162,22 +162,22 @@ def check_counts(module: nn.Module, changed: Collection[str]) -> None:
     """Check that no average that clients change depends on a count of its updates.
 
     Raises:
-        ConfigurationError: if one does: its count, an integer buffer, starts anew with every client.
+        ConfigurationError: if one does: its count is an integer buffer, which is reset for every client.
     """
     for name, child in module.named_modules():
         is_changed = any(each.startswith(f"{name}.") for each in changed)
         fault = ""
         if isinstance(child, AveragedModel) and is_changed:
             if child.avg_fn is None and child.multi_avg_fn is None:
-                fault = "averages all updates alike: use multi_avg_fn=get_ema_multi_avg_fn(decay)"
+                fault = "weighs all updates equally: use multi_avg_fn=get_ema_multi_avg_fn(decay)"
             elif not child.n_averaged:
                 fault = "copies the model at its first update: call n_averaged.fill_(1) in __init__"
         elif isinstance(child, _NormBase) and child.momentum is None and is_changed:
-            fault = "averages all batches alike: give it a momentum, e.g. 0.1"
+            fault = "weighs all batches equally: give it a momentum, e.g. 0.1"
         if fault:
             raise ConfigurationError(
-                f"{name} ({type(child).__name__}) counts its updates in an integer buffer, which starts "
-                f"anew with every client, and {fault}"
+                f"{name} ({type(child).__name__}) counts its updates in an integer buffer, which is reset for "
+                f"every client, and {fault}"
             )
 
 

@@ -3,9 +3,9 @@
 An engine passes if a client's update, buffers, personal tensors, logged values (see `difference`) and
 torchmetrics objects differ by rounding only; with padding, on batches of several sizes.
 
-Ways to train are timed in turns, and the shortest turn of each counts: of this thread's computation
-(`time.thread_time`), so that other processes do not count unless they fill cache or memory bus. On a GPU
-it is wall time. `EngineChooser` decides by these times.
+Ways to train are timed in turns, and the shortest turn of each way counts. On a CPU the time is that of this
+thread (`time.thread_time`), which other processes affect only through cache and memory bus; on a GPU it is
+wall time. `EngineChooser` decides by these times.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fl_lightning.kernels import reason_against_direct_layers
 _TURNS, _TURNS_OF_SPEEDUPS = 4, 7
 # Approximate seconds for which one client's steps are timed in a turn of a speedup.
 SECONDS_OF_A_TURN = 0.1
-# Relative difference by which the states of a torchmetrics object may differ.
+# Largest relative difference between the states of a torchmetrics object that passes, in full precision.
 _LEAST_SHARE = 1e-3
-# Approximate number of batch sizes in a trial of padding, besides four that it always has.
+# Approximate number of batch sizes in a trial of padding, besides the four that are always tried.
 _MOST_SIZES = 4
 _NO_FULL_BATCH = (
     "no client has a full batch (federation.pad_batches pads smaller ones, for a loss that is a mean over "
@@ -54,7 +54,7 @@ _NO_FULL_BATCH = (
 
 
 class Way(NamedTuple):
-    """A way to train clients whose time is measured.
+    """A way to train clients: an engine or speedups, and the clients whose training is timed.
 
     Attributes:
         sample: the clients' work.
@@ -89,7 +89,7 @@ class Trial:
 
     @property
     def num_steps(self) -> float:
-        """Approximate number of local steps of the whole run; it is not smaller in a resumed run."""
+        """Approximate number of local steps of the whole run, in a resumed run as well."""
         # a round is one step of the server
         limits = (self.trainer.max_epochs, self.trainer.max_steps)
         rounds = min((n for n in limits if n is not None and n >= 0), default=math.inf)
@@ -125,7 +125,7 @@ class Trial:
         return max(self.work, key=lambda client: len(client.sizes))
 
     def speed_of(self, added: Speedup, seconds: float) -> float:
-        """Return the speed of steps with one more speedup, relative to now; 0 if it fails or differs.
+        """Return the relative speed of steps with one more speedup; 0 if steps fail or give another result.
 
         Args:
             added: the speedup to add to those in use.
@@ -150,10 +150,10 @@ class Trial:
         """Return slot options under which a client's result equals that of sequential training.
 
         Args:
-            stacking: the wanted options; padding and direct layers are dropped if results differ.
+            stacking: the desired options; padding and direct layers are dropped if results differ.
 
         Raises:
-            CannotStack: with the operation that slots cannot run, or the value that differs.
+            CannotStack: naming the operation that slots cannot run, or the value that differs.
         """
         size = self.trainer.datamodule.full_batch  # type: ignore[attr-defined]
         full = next((client for client in self.work if size in client.sizes), None)
@@ -232,7 +232,7 @@ class Trial:
 
 
 def sizes_to_try(work: Sequence[ClientWork], full: int) -> list[int]:
-    """Return the batch sizes of a trial: with padding sizes of any kind, without it two large ones.
+    """Return the batch sizes of a trial: with padding small and large ones, without padding one or two large ones.
 
     Args:
         work: the work of the clients whose batches are padded; empty without padding.

@@ -23,8 +23,8 @@ from fl_lightning.federation.run import Run
 from fl_lightning.server.server import Server
 
 Failure = ClientFailure | ConfigurationError
-# Of new client states, which take effect when the server has stepped: by name of the state, such as
-# "correction", and id of the client, the number of entries and their type
+# New client states that take effect after the server step: number of entries and dtype of each, by name of the
+# state, such as "correction", and client id
 Waiting = Mapping[tuple[str, int], tuple[int, torch.dtype]]
 
 
@@ -52,8 +52,8 @@ def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | N
 
     Raises:
         ClientFailure: in all processes, if a client failed in one.
-        ConfigurationError: in all processes, if a client changed a tensor taken for a constant; if a
-            torchmetrics object is no part of the module, where other processes look for it.
+        ConfigurationError: in all processes, if a client changed a tensor that counts as constant, or if
+            a logged torchmetrics object is no part of the module.
     """
     collector, module, ranks = run.collector, run.module, run.ranks
     interruption = interruption_of(run.trainer)

@@ -1,16 +1,15 @@
 """Launching forked processes, and bringing their results into the parent process.
 
-Forking takes milliseconds, needs nothing to be picklable and works in notebooks. When all processes are
-done, the parent takes over the first one's results, so that it can test or report as if it had fitted.
+Forking takes milliseconds, needs nothing to be picklable and works in notebooks. When all processes have
+ended, the parent loads the results of the first one, so that it can test or report as if it had fitted.
 
-If a process fails, its error is raised in the parent and the others are ended: they may wait for it.
-Lightning calls the callbacks' ``on_exception`` in the parent, where nothing has been trained. So the first
-process calls them as well: a callback may save a checkpoint, e.g.
-`lightning.pytorch.callbacks.OnExceptionCheckpoint`. It then no longer communicates, because the others
-may have ended.
+If a process fails, its error is raised in the parent, and the other processes are ended because they may wait
+for it. Lightning calls the callbacks' ``on_exception`` in the parent, where nothing has been trained. So the
+first process calls them as well: a callback such as `lightning.pytorch.callbacks.OnExceptionCheckpoint` may
+save a checkpoint. That process then no longer communicates, because the others may have ended.
 
-PyTorch starts the processes and ends them with the parent. It would report the text of an error; here
-the error itself reaches the parent.
+`torch.multiprocessing` starts the processes and ends them with the parent. It would report only the text of an
+error; here the error itself reaches the parent.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ from fl_lightning.federation.loop import load_progress, progress
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.stages.privacy_ledger import Spent, note_spent, spent_on
 
-# An error of all processes at once reaches each of them within this time.
-_SECONDS_TO_FAIL = 1.0
-_SECONDS_TO_SAVE = 120.0
+# Longest wait for the first process to fail as well, and then to save its checkpoints.
+_SECONDS_TO_FAIL, _SECONDS_TO_SAVE = 1.0, 120.0
 
 
 class ForkLauncher:
@@ -87,8 +85,8 @@ class ForkLauncher:
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits and self._has_fitted:
             raise ConfigurationError(
-                "fit was called twice on a Trainer with several processes, whose state ended with "
-                "the first: build another Trainer, and continue with fit(ckpt_path=…)"
+                "fit was called twice on a Trainer with several processes, whose state was lost when the first "
+                "fit ended: build another Trainer, and continue with fit(ckpt_path=…)"
             )
         self._has_fitted |= fits
         _check_can_fork()
@@ -102,10 +100,10 @@ class ForkLauncher:
             WorkingFolder(Path(tempfile.gettempdir()), "fl_lightning_") as folder,
             warnings.catch_warnings(),
         ):
-            # newer Pythons warn of threads when they fork: one thread each is left to the children
+            # newer Pythons warn of threads at a fork; the child processes use one thread each
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            # a signal that comes now waits in every process until it can be told of
-            _let_signals(signal.SIG_BLOCK)
+            # a signal that arrives now is delivered once the process can handle it
+            _mask_signals(signal.SIG_BLOCK)
             try:
                 context = start_processes(
                     self._run,
@@ -115,7 +113,7 @@ class ForkLauncher:
                     join=False,
                 )
             finally:
-                _let_signals(signal.SIG_UNBLOCK)
+                _mask_signals(signal.SIG_UNBLOCK)
             self._processes = context.processes
             try:
                 _wait(self._processes, folder)
@@ -156,7 +154,7 @@ class ForkLauncher:
         args: Any,
         kwargs: Any,
     ) -> None:
-        """Run a forked process; signals are blocked at first."""
+        """Run the function in a forked process, which starts with signals blocked."""
         gc.freeze()  # objects of the parent may have threads, for which freeing them here would wait
         torch.set_num_threads(1)
         self.is_within = True
@@ -165,7 +163,7 @@ class ForkLauncher:
         note = folder / f"error_{local_rank}"
         try:
             try:
-                _let_signals(signal.SIG_UNBLOCK)
+                _mask_signals(signal.SIG_UNBLOCK)
                 result = function(*args, **kwargs)
                 if local_rank == 0:
                     torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
@@ -177,19 +175,19 @@ class ForkLauncher:
                     _end_runs(trainer)
                 raise
         except Interrupted as stop:  # also one that comes while another error is being written
-            _let_signals(signal.SIG_BLOCK)
+            _mask_signals(signal.SIG_BLOCK)
             _write_error(stop, note)  # it replaces the other error
             sys.exit(stop.exit_code)
         finally:
-            # there is nothing left to interrupt, and nobody to catch it
-            _let_signals(signal.SIG_BLOCK)
+            # nothing is left to interrupt, and nothing would catch the exception
+            _mask_signals(signal.SIG_BLOCK)
 
     def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Call ``on_exception`` of the first process's callbacks, which may save checkpoints."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # an impatient user's second Ctrl-C
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second Ctrl-C must not stop the saving
             signal.signal(number, signal.SIG_IGN)
         if distributed.is_initialized():
-            distributed.destroy_process_group()  # the others need not wait, nor this one for them
+            distributed.destroy_process_group()  # no process waits for another any more
         self._strategy.barrier = lambda *_, **__: None  # type: ignore[method-assign]
         self._strategy.broadcast = lambda value, *_, **__: value  # type: ignore[method-assign]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -197,7 +195,7 @@ class ForkLauncher:
 
 
 def can_fork() -> bool:
-    """Return whether this process can be forked: the system must be able to, and it must have no threads."""
+    """Return whether this process can be forked: the system supports it, and PyTorch has started no threads."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     has_threads = any(name.startswith("pt_autograd") for name in names)
     return "fork" in multiprocessing.get_all_start_methods() and not has_threads
@@ -216,14 +214,14 @@ def num_usable_cores() -> int:
 def _check_can_fork() -> None:
     if not can_fork():
         raise ConfigurationError(
-            "this process cannot be divided in several any more: PyTorch has started threads in "
-            "it, for a GPU or because something was compiled before the first backward pass. "
-            "Restart it (the notebook's kernel) and start with this fit, or use devices: 1"
+            "this process cannot be forked any more: PyTorch has started threads in it, for a GPU or because "
+            "something was compiled before the first backward pass. Restart it (the notebook's kernel) and "
+            "run this fit first, or use trainer.devices: 1"
         )
 
 
-def _let_signals(how: int) -> None:
-    """Block or unblock the signals that ask to stop, here and in processes forked from now on."""
+def _mask_signals(how: int) -> None:
+    """Block or unblock the signals that stop a run, in this process and in processes forked later."""
     # the signals of `Interruption`; not every system has them
     signal.pthread_sigmask(how, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))
 
@@ -239,7 +237,7 @@ def _wait(processes: list[Any], folder: Path) -> None:
             if process.exitcode and not notes[rank].exists():
                 raise ProcessFailure(_ended_silently(rank, processes))
         if written := [note for note in notes if note.exists()]:
-            # others may have failed since then, because they waited for this one in vain
+            # the first error; others may have failed later because they waited for this process
             raise _read_error(min(written, key=lambda note: note.stat().st_mtime_ns))
 
 
@@ -247,8 +245,8 @@ def _ended_silently(rank: int, processes: list[Any]) -> str:
     code = processes[rank].exitcode
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     return (
-        f"process {rank} of {len(processes)} was ended {how}, without an error of its own: free "
-        "memory if there was too little, and go on from the last round with ckpt_path: last"
+        f"process {rank} of {len(processes)} was ended {how}, without an error of its own, probably for lack "
+        "of memory: free some, and resume from the last completed round with ckpt_path: last"
     )
 
 
@@ -260,7 +258,7 @@ def _wait_for_first(process: Any, note: Path) -> None:
 
 
 class ProcessTraceback(Exception):  # noqa: N818 - it is the cause of an error, not one itself
-    """Traceback of an error in another process as text, and that of its cause, None without one."""
+    """Traceback of an error in another process as a text; a second text, or None, is that of its cause."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
@@ -317,7 +315,7 @@ def _end_runs(trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class TrainerOutcome:
-    """The result of a Trainer's function, and the state it left the Trainer in."""
+    """The result of a Trainer's function, and the state of the Trainer after it."""
 
     # return value of the function; None for predictions, of which each process has a part
     result: Any
@@ -326,7 +324,7 @@ class TrainerOutcome:
     metrics: dict[str, Tensor]  # the Trainer's ``callback_metrics``
     new: set[str]  # names of the metrics of the last round
     progress: dict[str, Any]  # counters of rounds
-    # pickled states of callbacks by Lightning's key, after a fit; of one without, the error as a text
+    # after a fit: pickled state of each callback by Lightning's key, or the text of the error of pickling
     callbacks: dict[str, bytes | str]
     spent: Spent  # privacy cost of the module's fits
 
@@ -349,7 +347,9 @@ class TrainerOutcome:
     def bring_into(self, trainer: Trainer) -> Any:
         """Load the outcome into the parent's Trainer and return the result."""
         if self.weights is not None:
-            trainer.lightning_module.load_state_dict(self.weights, strict=False)
+            # as a fit in one process leaves it, e.g. in double precision
+            module = trainer.precision_plugin.convert_module(trainer.lightning_module)
+            module.load_state_dict(self.weights, strict=False)
             load_progress(trainer, self.progress)
         trainer.state = self.state
         add_metrics(trainer, self.metrics, self.new)
@@ -358,9 +358,9 @@ class TrainerOutcome:
             failure = _or_error(partial(_load, callback, state))
             if failure:
                 warnings.warn(
-                    f"the state of the callback {type(callback).__name__} after the fit has not come back from "
-                    f"the process that trained ({failure}): state_dict must be picklable, and load_state_dict "
-                    "work where neither setup nor on_fit_start has run",
+                    f"the state of the callback {type(callback).__name__} after the fit could not be copied from "
+                    f"the process that trained ({failure}): its state_dict must be picklable, and its "
+                    "load_state_dict must work before setup and on_fit_start",
                     stacklevel=2,
                 )
         if self.spent.delta:
@@ -383,7 +383,7 @@ def _pickled(callback: Callback) -> bytes:
 
 
 def _load(callback: Callback, pickled: bytes | str) -> str | None:
-    """Load a callback's state; if it is an error message instead, return its text, otherwise None."""
+    """Load a callback's state; return the text of the error if there is no state because pickling failed."""
     if isinstance(pickled, str):
         return pickled
     if state := torch.load(io.BytesIO(pickled), weights_only=False) if pickled else {}:

@@ -1,10 +1,10 @@
-"""Ctrl-C: a fit ends its round, saves it and stops; if the round takes too long, it stops without it.
+"""Ctrl-C: a fit completes the current round, saves it and stops; if that takes too long, the round is dropped.
 
 A second Ctrl-C stops at once; so do SIGTERM and a Ctrl-C outside of training. Checkpoints are written
 atomically, so that the last completed round is always saved. A run stops by the exception `Interrupted`.
 
-Of several processes any may get the signal; they agree when they exchange results, and end after the
-same round. The parent process passes the signal on and kills processes that take too long.
+With several processes, any of them may get the signal. They learn of it when they exchange results, and end
+after the same round. The parent process forwards the signal and kills processes that take too long.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Interruption(Callback):
     """Stops a fit after a completed round when Ctrl-C is pressed.
 
     Attributes:
-        is_asked: whether it was pressed, in this process or, after an exchange, in another one.
+        is_asked: whether it was pressed in this process, or (known after an exchange) in another one.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Interruption(Callback):
 
     @contextmanager
     def passed_on(self, kill: Callable[[int], None]) -> Iterator[None]:
-        """Pass Ctrl-C on to forked processes inside the block.
+        """Forward Ctrl-C to the forked processes inside the block.
 
         Args:
             kill: sends a signal to the processes; with SIGKILL it waits for their end.
@@ -129,13 +129,13 @@ class Interruption(Callback):
         own = os.getpid()
 
         def give_up(signum: int, frame: FrameType | None) -> NoReturn:
-            if os.getpid() == own:  # else a forked process that does not train yet or any more
+            if os.getpid() == own:  # else this is a forked process before or after its training
                 kill(signal.SIGKILL)
             raise Interrupted(signal.SIGTERM if signum == signal.SIGTERM else signal.SIGINT)
 
         def ask(signum: int, frame: FrameType | None) -> None:
             if os.getpid() != own:
-                _install({signal.SIGINT: signal.SIG_IGN})  # the same key press, passed on
+                _install({signal.SIGINT: signal.SIG_IGN})  # the parent forwards the same key press
                 raise Interrupted(signum)
             if not self._asked_at:
                 self.is_asked, self._asked_at = True, time.monotonic()

@@ -1,7 +1,7 @@
 """The processes of a run: their communication, and their shares of clients.
 
-Processes exchange results once per round. A client's failure is kept until then: a process that ended
-early would leave the others waiting. They communicate through Lightning's process group: gloo on CPUs,
+Processes exchange results once per round. A client's failure is reported only then, because a process that
+ends early would leave the others waiting. They communicate through Lightning's process group: gloo on CPUs,
 NCCL on GPUs.
 """
 

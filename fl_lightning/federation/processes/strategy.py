@@ -90,8 +90,8 @@ class FederatedStrategy(DDPStrategy):
         in_rounds = getattr(trainer.datamodule, "trains_in_rounds", False)  # type: ignore[attr-defined]
         if trainer.state.fn == TrainerFn.FITTING and not in_rounds:
             raise ConfigurationError(
-                "trainer.strategy federated exchanges no gradients, and there is no federation: add "
-                "a federation block (or a Federation to the callbacks), or use trainer.strategy ddp"
+                "trainer.strategy federated exchanges no gradients, so it cannot train without a federation: "
+                "add a federation block (or a Federation to the callbacks), or use trainer.strategy ddp"
             )
         super().setup(trainer)
 
@@ -228,8 +228,8 @@ class EvaluationLogs:
 def _without_padding(sampler: DistributedSampler[object], *, whole: bool) -> None:
     """Give each process a share of the examples without repetitions, or, if ``whole``, all examples.
 
-    So it is as well if a share would be empty: a process without a batch would not know the names of the
-    metrics to reduce. Means over examples do not change.
+    Every process also gets all examples if a share would be empty, because a process without a batch would not
+    know the names of the metrics to reduce. Means over examples do not change.
     """
     num_examples = len(sampler.dataset)  # type: ignore[arg-type]
     if whole or num_examples < sampler.num_replicas:

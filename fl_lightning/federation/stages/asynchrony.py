@@ -1,10 +1,10 @@
 """Stages of an asynchronous server: arrivals of updates, stored model versions, staleness.
 
-Which client starts next depends on which client ends, never on weights: step v of the server
-aggregates the next K updates to arrive, each of a client that started from model version u ≤ v and
-trained as in any round. A clock says which client ends next. In simulation it runs on virtual time: all
-steps are a pure function of (seed, devices, numbers of local steps), and nothing needs to be saved. Over
-a network the order in which answers arrive is recorded, which makes the steps reproducible as well.
+Step v of the server aggregates the next K updates to arrive, each from a client that started from model
+version u ≤ v and trained as in any round. When a client ends, another starts; this never depends on weights.
+A clock says which client ends next. In simulation it runs on virtual time: all steps are a pure function of
+(seed, devices, numbers of local steps), and nothing needs to be saved. Over a network the order in which
+answers arrive is recorded, which makes the steps reproducible as well.
 
 A client does not start again while its update waits in the buffer: it trains once per version. Updates
 that arrive at the same moment are all received before another client starts.
@@ -37,13 +37,13 @@ from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Start, Upload
 from fl_lightning.server.staleness import AsyncRule
 
-# Steps that may pass, in virtual time, without an update that arrives.
+# Largest number of updates that may be lost in a row before one arrives.
 MOST_LOST_IN_A_ROW = 10_000
 
 
 @dataclass(frozen=True)
 class ServerStep:
-    """The updates that one server step aggregates."""
+    """One server step: the clients whose updates it aggregates, their model versions and times."""
 
     # model version from which each client started, by increasing client id
     versions: dict[int, int]
@@ -216,11 +216,12 @@ class KeptVersions(Stage):
         )
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Raise if masks change while clients train."""
+        """Raise if masks change while clients are training."""
         if positions is not None and self._models:
             raise ConfigurationError(
-                "federation: asynchronous does not work with masks that change during the run: clients at "
-                "work would send other entries than the server expects"
+                "federation.asynchronous does not work with masks that change during the run, because clients that "
+                "are training would send other entries than the server expects: leave asynchronous out, or keep "
+                "the masks fixed"
             )
 
 

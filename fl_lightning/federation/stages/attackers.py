@@ -81,8 +81,8 @@ class Attackers(Ranged):
         count = round(self.fraction * num_clients)
         if count > len(others):
             raise ConfigurationError(
-                f"attackers: {count} of {num_clients} clients are to attack, and "
-                f"{num_clients - len(others)} are spared: lower the fraction or spare fewer"
+                f"federation.attackers: {count} of {num_clients} clients are to attack, but only {len(others)} are "
+                "not spared: lower the fraction or spare fewer"
             )
         generator = numpy_generator(run_seed(self.seed), "attackers")
         chosen: list[int] = sorted(generator.choice(others, count, replace=False).tolist())

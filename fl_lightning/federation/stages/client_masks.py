@@ -2,8 +2,8 @@
 
 Masks come from a callback of the Trainer. With adapters, the server may change frozen weights:
 
-    down:     client i starts from the first r_i rows of A and columns of B; the rest is 0, and stays 0, as
-              the gradient of either is a product with the other
+    down:     client i starts from the first r_i rows of A and columns of B. The other entries are 0, and stay
+              0: the gradient of an entry of A is a multiple of entries of B that are 0, and vice versa
     close:    W ← W + the aggregator's change of each layer
 
     Entries that are 0 are neither sent nor counted.
@@ -36,7 +36,7 @@ from fl_lightning.server.adapters import AdapterAggregator, Pair
 from fl_lightning.server.server import fedavg_optimizer
 from fl_lightning.updates.message import bytes_down, bytes_up
 
-# From a client to its mask, True where entries may change; the module then holds the client's start
+# Maps a client to its mask, True where entries may change; called while the module holds the client's start
 MaskOfClient: TypeAlias = Callable[[int], Mapping[str, Tensor]]
 OWN_MASKS = Traits(breaks={Trait.ONE_MASK: "gives clients masks of their own"})
 
@@ -50,11 +50,11 @@ class HasClientMasks(Protocol):
     """
 
     def client_masks(self) -> MaskOfClient | None:
-        """Return a function from a client to its mask; None if all clients have the optimizer's."""
+        """Return a function that maps a client to its mask; None if all clients have the optimizer's masks."""
 
 
 def client_masks(trainer: Trainer) -> MaskOfClient | None:
-    """Return a function from a client to its mask; None if all clients have the optimizer's."""
+    """Return the `MaskOfClient` of the first callback that has one; None if all clients have the optimizer's masks."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         masks = callback.client_masks() if isinstance(callback, HasClientMasks) else None
         if masks is not None:
@@ -77,7 +77,7 @@ class MaskedClients(Stage):
 
     @contextmanager
     def steps(self, training: LocalTraining) -> Iterator[None]:
-        """Set the client's mask, found while the module holds the client's start."""
+        """Set the client's mask, which is computed while the module holds the client's start."""
         if training.counts:
             model = training.start.present
             self._local.restore(model)
@@ -105,8 +105,8 @@ class AdapterRounds(Stage):
         """Find the adapters."""
         if self._options.server_optimizer is not fedavg_optimizer:
             raise ConfigurationError(
-                f"{self._name} computes the new adapters itself, which a server_optimizer would change: leave "
-                "server_optimizer out"
+                f"{self._name} computes the new adapters itself, and a server optimizer would change them: leave "
+                "federation.server_optimizer out"
             )
         self._module = run.module
         self._aggregator.tiers = self._tiers(run)
@@ -136,16 +136,17 @@ class AdapterRounds(Stage):
                 adapter = name.split(_A)[1].split(".")[0]
                 if other is None or len(shape) != 2:
                     raise ConfigurationError(
-                        f"{self._name} needs both factors of each adapter, of linear layers, to travel: "
-                        f"{name} is alone (freeze_a, or federation.personal), or of another kind of layer"
+                        f"{self._name} needs both factors of each adapter of a linear layer: {name} is shared "
+                        "without its other factor (freeze_a, or federation.personal), or belongs to another kind "
+                        "of layer. Share both factors, or use Mean"
                     )
                 self._check(layer, adapter, shape[0])
                 pairs.append(Pair(place, other[0], shape[0], float(layer.scaling[adapter])))
                 self._layers.append((name.split(_A)[0], layer))
         if not pairs:
             raise ConfigurationError(
-                f"{self._name} aggregates LoRA's adapters, and {type(self._module).__name__} trains none: "
-                "give CausalLM an adapter (without freeze_a), or use Mean"
+                f"{self._name} aggregates LoRA adapters, and {type(self._module).__name__} has none to train: "
+                "set adapter of CausalLM (without freeze_a), or use Mean"
             )
         self._aggregator.pairs = pairs
 
@@ -153,11 +154,12 @@ class AdapterRounds(Stage):
         ranks = self._aggregator.ranks or [1]
         if max(ranks) > rank:
             raise ConfigurationError(
-                f"{self._name}: ranks must be at most {rank}, that of the model's adapters, got {max(ranks)}"
+                f"{self._name}: ranks must be at most {rank}, the rank of the model's adapters, got {max(ranks)}"
             )
         if getattr(layer, "use_dora", {}).get(adapter):
             raise ConfigurationError(
-                f"{self._name} reads W + s B A, and DoRA scales its columns: leave use_dora out, or use Mean"
+                f"{self._name} assumes layers W + s B A, and DoRA scales their columns: leave use_dora out, or use "
+                "Mean"
             )
         dtype = layer.base_layer.weight.dtype
         if self._aggregator.changes_base and dtype not in (torch.float32, torch.float64):
@@ -176,7 +178,7 @@ class AdapterRounds(Stage):
         return kept[0].bool().to(model.params.device)
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the truncated models, one for each rank."""
+        """Return the models truncated to each rank, with the clients of this rank."""
         # the last change of the frozen weights is sent as stacked factors
         size = start.model.params.element_size()
         start = start._replace(num_bytes=start.num_bytes + size * self._aggregator.num_stacked)
@@ -211,7 +213,7 @@ class AdapterRounds(Stage):
         changes = zip(self._layers, self._aggregator.take_changes(), strict=False)
         for (name, layer), change in changes:
             if change is not None:
-                # a module whose checkpoints leave frozen weights out wants to know
+                # for a module whose checkpoints leave unchanged frozen weights out
                 will_change = getattr(self._module, "will_change", None)
                 if callable(will_change):
                     will_change([f"{name}.base_layer.weight"])

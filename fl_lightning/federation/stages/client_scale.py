@@ -1,8 +1,8 @@
-"""The fp16 gradient scale, which must carry nothing from one client to the next.
+"""The fp16 gradient scale over rounds: a client's result must not depend on clients that trained before it.
 
-Every client starts from the scale that the round began with (`RoundStart`); the next round begins with the
-lowest scale at which a client of this round ended. So a client's result does not depend on who
-trained before it, and the scale still falls where gradients overflow and grows where they do not.
+Every client starts from the scale with which the round began (`RoundStart`). The next round begins with the
+lowest scale at which a client of this round ended, so that the scale falls if gradients overflow and grows if
+they do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ClientScale(Stage):
 
     @contextmanager
     def around(self, training: LocalTraining) -> Iterator[None]:
-        """Note the scale at which a client ended, unless it failed."""
+        """Record the scale at which a client ended, unless the client failed."""
         yield
         end = self._start.scale()
         if training.counts and end is not None:

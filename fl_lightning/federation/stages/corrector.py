@@ -2,7 +2,7 @@
 
     m ← m + 1/N Σ_{i in S} (m_i⁺ - m_i)        N: all clients,  S: those whose updates were accepted
 
-A client's new memory counts from the round's end on, as its update does.
+A client's new state m_i⁺ takes effect at the round's end, as its update does.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ _NAME = "correction"
 class Corrector(Learning, SpansNetwork):
     """Stage of a correction such as SCAFFOLD: client states, their mean, and the gradient terms.
 
-    With ``exact`` sums are bit-identical over any number of processes; it is lossy where what arrives of an
-    update is not what was sent.
+    Args:
+        correction: the correction.
+        exact: whether sums are bit-identical over any number of processes.
+        is_lossy: whether transforms change updates on the way to the server.
     """
 
     key = "correction"
@@ -74,7 +76,7 @@ class Corrector(Learning, SpansNetwork):
         self._solver = LocalSolver(*run.optimizers, pull=self.correction.pull)
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Begin new sums, without those of an unfinished round."""
+        """Begin new sums; those of an interrupted round are dropped."""
         like = model.params
         self._device = like.device
         self._kept = like if self.correction.needs_mean else like.new_empty(0)
@@ -169,11 +171,13 @@ class Corrector(Learning, SpansNetwork):
             change = told["change"].to(self._device)
             if (change.shape, change.dtype) != (self._kept.shape, self._kept.dtype):
                 raise ValueError(
-                    f"the change of its memory is {tuple(change.shape)} of {change.dtype}, not "
-                    f"{tuple(self._kept.shape)} of {self._kept.dtype}"
+                    f"the change of the correction's state must have shape {tuple(self._kept.shape)} and "
+                    f"{self._kept.dtype}, got {tuple(change.shape)} and {change.dtype}"
                 )
             if not bool(change.isfinite().all()):
-                raise ValueError("the change of its memory holds NaN or infinite values")
+                raise ValueError(
+                    "the change of the correction's state holds NaN or infinite values"
+                )
             if isinstance(self._changes, ExactMean):  # whose sum one client could make overflow
                 check_summable(change, 1, self._num_clients)
             self._changes.add(change, 1)
@@ -205,7 +209,7 @@ class Corrector(Learning, SpansNetwork):
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
     def before_step(self, record: RoundRecord) -> None:
-        """Sum the changes of clients' states over all processes; the states themselves are committed elsewhere."""
+        """Compute the next mean of clients' states, from their changes in all processes."""
         if self.correction.needs_mean and self._ranks.size > 1:
             sums = self._changes.sums()
             count = torch.full_like(sums[-1], self._num_changes)
@@ -247,7 +251,7 @@ class Corrector(Learning, SpansNetwork):
         return None if vector is None else vector.to(self._device)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return kind and mean; client states are saved apart."""
+        """Return the correction's name and the mean; client states are saved by `ClientMemory`."""
         if not self.correction.remembers:
             return None
         return {"kind": self.kind, "mean": self._mean}

@@ -56,8 +56,8 @@ def simulated_time(options: Options, num_steps: Integers) -> tuple[Fleet | None,
         num_steps: local steps of every client's round, shape (num_clients,).
 
     Returns:
-        Both None if time is not simulated, also because clients are remote. No arrivals if the server waits
-        for its cohort; no devices if arrivals are on record.
+        Devices are None if time is not simulated (without the option, or with remote clients), or if arrivals
+        are recorded. Arrivals are None if the server waits for its cohort.
 
     Raises:
         ConfigurationError: for an asynchronous rule without devices.
@@ -73,8 +73,8 @@ def simulated_time(options: Options, num_steps: Integers) -> tuple[Fleet | None,
         clock = RecordedClock(devices.arrivals(), _nobody_more)
     elif fleet is None:
         raise ConfigurationError(
-            "federation: asynchronous needs devices, whose speeds decide which updates are late: use "
-            "fl_lightning.client.Devices"
+            "federation.asynchronous needs federation.devices, whose speeds decide when updates arrive: set "
+            "it to fl_lightning.client.Devices"
         )
     else:
         clock = VirtualClock(partial(_result, fleet, num_steps))
@@ -88,6 +88,5 @@ def _result(fleet: Fleet, num_steps: Integers, client: int, start: int) -> WorkR
 
 def _nobody_more(at_work: Sequence[StartedClient]) -> FinishedClient:
     raise ConfigurationError(
-        "federation.devices: the recorded run had no more rounds than this one has had: set trainer.max_epochs "
-        "to as many as it had"
+        "federation.devices: the recorded run had no more rounds: set trainer.max_epochs to its number of rounds"
     )

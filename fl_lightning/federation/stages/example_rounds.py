@@ -65,11 +65,11 @@ class ExampleRounds(PrivateStage):
         return Covers(clip_norm, covered, shown, most, "examples of a client", "one of them")
 
     def enter(self, run: Run) -> None:
-        """Make local steps use private gradients."""
+        """Replace the gradients of local steps by private ones."""
         if needs_closure(optimizer := run.trainer.optimizers[0]):
             raise ConfigurationError(
-                "federation.privacy ExampleDP pays for one gradient per step, and the step of "
-                f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
+                "federation.privacy ExampleDP accounts for one gradient per step, and "
+                f"{type(optimizer).__name__} computes several by a closure: use SGD or Adam"
             )
         self._run = run
         self._collector = run.collector if self.privacy.log_unprotected else None
@@ -123,7 +123,7 @@ class ExampleRounds(PrivateStage):
         )
 
     def gradient(self, batch: Any, size: int, index: int) -> Tensor | None:
-        """Set the private gradient of a client's batch; return the mean loss, None if logs may not have it.
+        """Set the private gradient of a client's batch; return the mean loss, or None if it may not be logged.
 
         Args:
             batch: a batch ready for the training step; ignored if it is empty.

@@ -1,8 +1,8 @@
 """The stages of a run, in their order, and the run's aggregator.
 
-devices, older models    whose updates will arrive, and from which model they start
+devices, older models    whose updates will arrive, and from which model these clients start
 fp16 scale, masks, personal models, corrections    how clients train
-the user's own
+the user's own stages
 transport                compression, error feedback, bytes
 staleness                how the server weighs updates
 secure sums, privacy     what the server may see; noise is added to the aggregate before anything else
@@ -47,7 +47,7 @@ def stages_of(
     """Return the stages of a run, in the order in which updates pass them.
 
     Raises:
-        ConfigurationError: for what does not go together.
+        ConfigurationError: if stages conflict with the run or with each other.
     """
     stages: list[Stage] = []
     if arrivals is not None:
@@ -79,7 +79,7 @@ def stages_of(
 
 
 def _parts_of_models(run: Run, options: Options) -> Iterator[Stage]:
-    """Yield the stages by which clients train a part of the model, or in fp16."""
+    """Yield the stages of fp16, of clients' own masks and of adapters, as far as the run needs them."""
     if run.local.round_start.scaler is not None:
         yield ClientScale(run.local.round_start, run.ranks)
     if (masks := client_masks(run.trainer)) is not None:
@@ -91,10 +91,10 @@ def _parts_of_models(run: Run, options: Options) -> Iterator[Stage]:
 def stages_of_steps(
     correction: Correction | None, aggregator: Aggregator, *, is_lossy: bool
 ) -> list[Stage]:
-    """Return the stages of a correction, and of an aggregator that asks how many gradients updates add up."""
+    """Return the stages of a correction, and of an aggregator that needs the number of gradients in an update."""
     stages: list[Stage] = []
     if correction is not None:
-        # rules that see all updates are bit-identical over any number of processes as well
+        # rules that keep all updates are bit-identical over any number of processes as well
         exact = aggregator.exact or aggregator.exchanges
         stages.append(Corrector(correction, exact=exact, is_lossy=is_lossy))
     if aggregator.needs_effective_steps:
@@ -103,21 +103,22 @@ def stages_of_steps(
 
 
 def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
-    """Raise if a stage of the user's own has a key or a kind that is reserved."""
+    """Raise if a stage of the user has a reserved key, or derives from a class that only options may make."""
     ids = set(map(id, own))
     taken = {stage.key for stage in stages if id(stage) not in ids}
     for stage in own:
         name = type(stage).__name__
         if stage.key is not None and stage.key in taken:
             raise ConfigurationError(
-                f"federation.stages: the key {stage.key!r} of {name} is taken in checkpoints: give it "
-                "another"
+                f"federation.stages: another stage stores its state in checkpoints under the key {stage.key!r} of "
+                f"{name}: give {name} another key"
             )
         taken.add(stage.key)
         if isinstance(stage, (Corrector, Personaliser)):
             raise ConfigurationError(
-                f"federation.stages {name} is a Corrector or Personaliser, which the options correction and "
-                "personal make: derive from Correction or Personalisation, and give it there"
+                f"federation.stages: {name} derives from Corrector or Personaliser, which only the options "
+                "federation.correction and federation.personal make: derive from Correction or Personalisation, "
+                "and set it there"
             )
 
 

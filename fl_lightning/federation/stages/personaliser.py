@@ -47,7 +47,7 @@ class Personaliser(Stage):
         self._mixture: Tensor | None = None
 
     def enter(self, run: Run) -> None:
-        """Receive the run, and tell its sequential engine which tensors are personal."""
+        """Receive the run, and set the personal tensors of its sequential engine."""
         self._check(run.optimizers)
         self._memory, self._local = run.memory, run.local
         self._step, self._counts, self._plan = run.step, run.step.counts, run.plan
@@ -62,8 +62,8 @@ class Personaliser(Stage):
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         if self._rule.tuning_steps and any(isinstance(o, MaskedOptimizer) for o in optimizers):
             raise ConfigurationError(
-                "federation.personal: FineTuned takes its steps with a new optimizer, which knows "
-                "no masks: use Personal or Ditto with SparseSGDM and SparseAdamW"
+                "federation.personal: FineTuned trains with a new optimizer, without the masks of SparseSGDM or "
+                "SparseAdamW: use Personal or Ditto, or an optimizer without masks"
             )
         if self._rule.pull and not self._is_corrected and any_maximises(optimizers):
             raise ConfigurationError(f"federation.personal.pull {ADDED_TO_LOSS}")
@@ -89,7 +89,7 @@ class Personaliser(Stage):
 
     @contextmanager
     def steps(self, training: LocalTraining) -> Iterator[None]:
-        """Train the personal tensors before, besides or after the steps on the shared ones."""
+        """Train the personal tensors before or after the local steps on the shared ones, or together with them."""
         if training.counts and self._rule.own_epochs:
             self._train_ahead(training)
         with nullcontext() if self._rule.own_epochs is None else frozen(self._module, self.names):
@@ -180,7 +180,7 @@ class Personaliser(Stage):
         return {"kind": self.kind, "names": list(self.names)}
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Raise for another rule; a client's copy keeps the names that it had when the run began."""
+        """Raise if the run had another rule; a personal copy (`Ditto`) keeps the saved names of its tensors."""
         saved = state or {"kind": None, "names": []}
         if saved["kind"] != self.kind or not self._rule.beside:
             own = self.state_dict()

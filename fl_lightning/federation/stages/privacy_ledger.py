@@ -55,14 +55,14 @@ def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
 
 
 class Covers(NamedTuple):
-    """Sentences for the log on what ε protects and what it does not."""
+    """Texts for the log on what ε protects and what it does not."""
 
-    clip_norm: str  # the norm, and of what
-    releases: str  # what is private
-    shown: list[str]  # what is shown without noise
-    most: int  # δ must be below 1 / most
-    among: str  # of what there are so many
-    shows: str  # what a mechanism publishes that is private at a larger δ
+    clip_norm: str  # the clip norm and the vectors that it bounds
+    releases: str  # the results that ε covers
+    shown: list[str]  # data of clients that is shown without noise
+    most: int  # number of protected units; δ must be below 1 / most
+    among: str  # name of these units: "clients" or "examples of a client"
+    shows: str  # data that a mechanism may publish with probability δ
 
 
 class PrivateStage(AroundFit):
@@ -97,7 +97,7 @@ class PrivateStage(AroundFit):
 
     @abstractmethod
     def covers(self, trainer: Trainer) -> Covers:
-        """Return sentences on what ε protects and what it does not."""
+        """Return the texts for the log on what ε protects and what it does not."""
 
     def _account(self, noise_multiplier: float | None) -> None:
         """Set the mechanism, the number of rounds that the budget allows, and ε at the end."""
@@ -107,7 +107,7 @@ class PrivateStage(AroundFit):
         self._end = None if end is None else (end, self._epsilon(end))
 
     def _epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε of the model after a number of rounds of this fit."""
+        """Return ε after a number of rounds of this fit, including earlier fits of the module."""
         return self._earlier.epsilon + self.mechanism.epsilon(rounds, quick=quick)
 
     def _unamplified(self, rounds: int) -> float | None:
@@ -209,8 +209,8 @@ class PrivateStage(AroundFit):
             rank_zero_warn(f"privacy: ε covers {covers.releases}, and not: {said}")
         if rule.delta >= 1 / covers.most:
             rank_zero_warn(
-                f"privacy: delta = {rule.delta:g} is not below 1 / {covers.most} {covers.among}: a mechanism "
-                f"that publishes {covers.shows} would satisfy it. Set delta to a tenth of that or less"
+                f"privacy: delta = {rule.delta:g} is not below 1 / {covers.most} ({covers.among}): even a mechanism "
+                f"that publishes {covers.shows} would satisfy it. Set delta to at most {0.1 / covers.most:.1g}"
             )
         if not rule.secure_noise:
             rank_zero_warn(
@@ -219,7 +219,7 @@ class PrivateStage(AroundFit):
         self._stop_within_budget(trainer, trainer.current_epoch)
 
     def _cost(self) -> str:
-        """Return ε at the end of the run, in words."""
+        """Return a text on ε at the end of the run and on the budget."""
         if self._end is None:
             cost = "no end of rounds is planned"
         else:
@@ -291,8 +291,8 @@ class PrivateStage(AroundFit):
         ]
         if changed:
             raise ConfigurationError(
-                f"federation.privacy: in the rounds so far {'; '.join(changed)}, and these rounds cost "
-                "something else: resume with the options of those, or start without ckpt_path"
+                f"federation.privacy: in the rounds so far {'; '.join(changed)}. Their privacy cost is therefore "
+                "another: resume with the options of these rounds, or start without ckpt_path"
             )
         earlier = Spent(*state["earlier"])
         if (saved, earlier) != (self.mechanism.noise_multiplier, self._earlier):

@@ -4,15 +4,15 @@
 
 Sum and noise are whole steps of a grid, see `Grid`; later processing costs no privacy.
 
-A round counts as released when its noise is drawn. If clients draw it, that is when the round opens,
-because they send one after the other. Of several processes, the first draws the noise.
+A round counts as released when its noise is drawn; if clients draw the noise, when the round opens. With
+several processes, the first one draws the noise.
 
     cohort of round r:  drawn from BLAKE2b(secret, "cohort", r), where its sampling amplifies
 
-Sampling amplifies privacy only towards those who do not know which clients took part. Such cohorts are
-therefore not drawn from ``federation.seed``, which is in checkpoints and configurations, but from 256
-bits of the operating system that are not saved. Rounds are independent, so that a resumed run draws from
-a new secret at the same ε. Over a network the secret is saved, see `kept_secret`.
+Sampling amplifies privacy only against observers who do not know which clients took part. Such cohorts are
+therefore not drawn from ``federation.seed``, which is in checkpoints and configurations, but from a secret of
+256 random bits that is not saved. Rounds are independent, so that a resumed run may draw from a new secret at
+the same ε. Over a network the secret is saved, see `kept_secret`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PrivateRounds(PrivateStage):
     ) -> None:
         super().__init__(privacy, run)
         self._ranks, self._has_memory, self._keeps_secret = ranks, has_memory, at_sites
-        # clients that add the noise are clipped by their sites, and come as they count
+        # remote clients that add noise send updates that are clipped already
         self._are_noisy = at_sites and privacy.clients_add_noise
         self._in_clear: PrivateMean | None = None
         if secure is None:
@@ -122,8 +122,8 @@ class PrivateRounds(PrivateStage):
         if (num_buffers := model.buffers.numel()) and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"privacy: {num_buffers} entries in buffers that clients change (statistics of batch "
-                "norm) are not sent; the global model keeps those it began with: use group or layer norm"
+                f"privacy: clients do not send the {num_buffers} entries of buffers that they change (statistics of "
+                "batch norm), and the global model keeps its initial ones: use group or layer norm"
             )
         if self.privacy.clients_add_noise:
             self.count_round(round_index)
@@ -146,8 +146,9 @@ class PrivateRounds(PrivateStage):
             return None
         if replies < mechanism.fewest_replies:
             raise RoundFailure(
-                f"round {self._round_index + 1}: {replies} clients replied, whose noise together is too small: "
-                f"federation.privacy.min_shares is {mechanism.fewest_replies}"
+                f"round {self._round_index + 1}: {replies} clients replied, and the sum of their noise is too small: "
+                f"federation.privacy.min_shares is {mechanism.fewest_replies}. Use a larger cohort or lower "
+                "min_shares"
             )
         if mean is not None and mean.grid is not None:
             total = mean.grid.value(self._with_noise(mean.total, self._round_index))
@@ -208,9 +209,10 @@ class PrivateRounds(PrivateStage):
 
 
 def kept_secret(trainer: Trainer) -> int:
-    """Return a run's secret seed, from a file that only its owner can read; new runs get a new one.
+    """Return the secret seed of a run over a network, from a file that only its owner can read.
 
-    Only over a network: a site refuses another cohort of a round that it has trained.
+    A new run gets a new secret. A resumed run needs the old one: sites refuse another cohort for a round that
+    they have trained.
     """
     folder = own_run_folder(trainer)
     file = Path("." if "://" in folder else folder, "cohorts.secret")

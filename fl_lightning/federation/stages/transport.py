@@ -2,9 +2,8 @@
 
     x → download → x'        Δ (+ a client's error feedback) → updates → Δ'
 
-`SecureRounds` is for aggregators that hide updates from the server. Metrics and buffers are no part of a
-secure sum: metrics are sent in clear beside it, as is logged before training; models whose clients change
-buffers are rejected.
+`SecureRounds` is for aggregators that hide updates from the server. Metrics are sent in the clear beside a
+secure sum, which is logged before training. Models whose clients change buffers are rejected.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _FEEDBACK = "error feedback"
 
 
 class Transport(Stage):
-    """Sends models and updates without transforms.
+    """Sends models and updates unchanged; base of `TransformingTransport`.
 
     Attributes:
         path: transforms of updates.
@@ -53,7 +52,7 @@ class Transport(Stage):
 
     @staticmethod
     def of(updates: Sequence[Step], download: Sequence[Transform], seed: int) -> Transport:
-        """Return the stage of a run, without methods in a round if there are no transforms."""
+        """Return the stage of a run; without transforms, one that does nothing during a round."""
         kind = TransformingTransport if updates or download else Transport
         return kind(updates, download, seed)
 
@@ -138,22 +137,22 @@ class SecureRounds(Stage):
         """Raise if clients would send buffers in clear; log once what the server sees."""
         if num_buffers := model.buffers.numel():
             raise ConfigurationError(
-                f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
-                f"has {num_buffers} entries in buffers (statistics of batch norm), or in frozen "
-                "parameters that clients change, which would travel in clear: use group or layer "
-                "norm, or track_running_stats: false"
+                f"federation.aggregator {type(self.aggregator).__name__} hides updates of parameters only, "
+                f"and clients change {num_buffers} entries of buffers (statistics of batch norm) or of frozen "
+                "parameters, which would be sent in the clear: use group or layer norm, or "
+                "track_running_stats: false"
             )
         if not self._is_told:
             self._is_told = True
             clear = [
-                "who takes part and who fails",
-                "the metrics that clients log, with the number of examples they are means over",
+                "which clients take part and which fail",
+                "the metrics that clients log, with their numbers of examples",
                 *self._shown,
             ]
-            rank_zero_info(f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear))
+            rank_zero_info(f"secure: {self.aggregator.hides}; not hidden: " + ", ".join(clear))
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Count the bytes without the deltas; the aggregator counts what is sent instead."""
+        """Count the bytes without the deltas; the aggregator counts the bytes that hide them."""
         whole, arrived = bytes_up(upload.arrived), upload.arrived
         rest = bytes_up(replace(arrived, deltas=arrived.deltas[:, :0]))
         return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)

@@ -225,7 +225,7 @@ def client_id(module: LightningModule) -> int | None:
 
 
 def local_schedules(trainer: Trainer) -> LocalSchedules | None:
-    """Return N and a function that steps schedules with ``interval: step``; None without any.
+    """Return the learning-rate schedules with ``interval: step``, see `LocalSchedules`; None without any.
 
     Raises:
         ConfigurationError: for a schedule that waits for a metric or has a frequency.

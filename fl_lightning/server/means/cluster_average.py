@@ -132,8 +132,8 @@ class ClusterFedAvg(KeptUpdates):
         """
         if like.numel() % self.num_clusters:
             raise ConfigurationError(
-                f"ClusterFedAvg: a model of {like.numel()} numbers is not {self.num_clusters} "
-                "centroids: set num_clusters to that of the KMeans module"
+                f"ClusterFedAvg: a model of {like.numel()} parameters cannot hold {self.num_clusters} centroids of "
+                "equal size: set num_clusters to that of the KMeans module"
             )
         self._present = like
         self._rows = UpdateRows(like)

@@ -67,6 +67,11 @@ class ByLosses(WeightedMean):
     def check_loss(self, update: ClientUpdate) -> None:
         """Raise ClientFailure if the client's loss cannot weight its update."""
 
+    @override
+    def sums(self) -> list[Tensor]:
+        mean, weight = self._mean.value(), self._mean.sums()[-1]
+        return [mean.to(weight) * weight, weight]  # weights may exceed the largest float32
+
 
 @final
 class QFedAvg(ByLosses):
@@ -174,8 +179,8 @@ class QFedAvg(ByLosses):
         if self.q * math.log(loss) > _LARGEST_EXPONENT:
             raise ClientFailure(
                 update.client_id,
-                f"its loss is {loss:.3g}, and the power {self.q} of it, for q-FedAvg, is too large a "
-                "number: lower q",
+                f"its loss is {loss:.3g}, and q-FedAvg cannot compute its power {self.q}, which is too large: "
+                "lower q",
             )
         return loss
 
@@ -250,8 +255,8 @@ class TiltedMean(ByLosses):
         if abs(exponent) > _LARGEST_EXPONENT:
             raise ClientFailure(
                 update.client_id,
-                f"the tilt of TiltedMean times its loss is {exponent:.3g}, the largest exponent allowed "
-                f"is {_LARGEST_EXPONENT:.0f}: lower the tilt",
+                f"TiltedMean takes e to the power of tilt times loss, which is {exponent:.3g} and may be at most "
+                f"{_LARGEST_EXPONENT:.0f}: lower the tilt",
             )
         count = update.num_examples if self.weight_by_examples else 1
         return count * math.exp(exponent)
@@ -266,15 +271,15 @@ def reported_loss(update: ClientUpdate) -> float:
     if _LOSS not in update.metrics:
         raise ClientFailure(
             update.client_id,
-            f"it has reported no {_LOSS}, by which its update is weighted: return the loss from "
+            f"it reported no {_LOSS}, by which the aggregator weights its update: return the loss from "
             "training_step",
         )
     loss = float(update.metrics[_LOSS])
     if not math.isfinite(loss):
         raise ClientFailure(
             update.client_id,
-            f"it has logged a {_LOSS} of {loss}, by which its update is weighted: log finite numbers, "
-            "or use another name",
+            f"it has logged a {_LOSS} of {loss}, by which the aggregator weights its update: log finite "
+            "numbers, or use another name",
         )
     return loss
 

@@ -21,7 +21,7 @@ FedNova: clients that took more steps do not count more.
 
     Δ = τ Σ_i p_i Δ_i / ‖a_i‖₁,      τ = Σ_i p_i ‖a_i‖₁,      p_i = n_i / Σ n
 
-‖a_i‖₁ is how many gradients a client's delta adds up to: its local steps for plain SGD, else see
+‖a_i‖₁ is the number of gradients in a client's delta: its local steps for plain SGD, else see
 `fl_lightning.client.local_solver`. Source: Wang et al. 2020, "Tackling the Objective Inconsistency
 Problem in Heterogeneous Federated Optimization", equation 6 with τ_eff of section 4.1.
 """
@@ -42,8 +42,8 @@ from fl_lightning.server.means.running_mean import check_summable, new_mean
 
 _BY_EXAMPLES = Traits(
     breaks={
-        Trait.PRIVATE_CLIENTS: "weighs clients by their examples, so that one with many moves the model by "
-        "more than its clip norm"
+        Trait.PRIVATE_CLIENTS: "weighs clients by their examples, so that a client with many can move the model "
+        "by more than the clip norm"
     },
     instead={
         Trait.PRIVATE_CLIENTS: "set the aggregator's weight_by_examples to false, or leave the aggregator out"
@@ -213,8 +213,8 @@ class NormalisedMean(FoldedMeans):
             return
         if steps is None or not steps > 0:
             raise ConfigurationError(
-                f"NormalisedMean divides by the gradients that an update adds up to, client "
-                f"{update.client_id} has {steps}: use Mean, or a smaller learning rate or pull"
+                f"NormalisedMean divides an update by its effective number of gradient steps, which is {steps} "
+                f"for client {update.client_id}: use Mean, or a smaller learning rate or pull"
             )
         weight = update.num_examples if self.weight_by_examples else 1
         self._directions.add(update.delta / steps, weight)

@@ -62,7 +62,8 @@ class RunningMean:
         """Replace the state by the `sums` added up over all processes."""
         total, weight = sums
         self._weight = float(weight)
-        self._mean = total / self._weight if self._weight else torch.zeros_like(total)
+        mean = total / self._weight if self._weight else torch.zeros_like(total)
+        self._mean = mean.to(self._mean)
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:

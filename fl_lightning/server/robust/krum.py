@@ -66,7 +66,7 @@ class MultiKrum(AgainstAttackers):
 
     Args:
         num_attackers: f ≥ 0; a round needs at least 2f + 3 updates.
-        num_kept: number m ≥ 1 of updates in the mean; n - f if None. With 1 it is Krum.
+        num_kept: number m ≥ 1 of updates in the mean; n - f if None. With 1 the rule is `Krum`.
 
     Raises:
         ConfigurationError: for values out of range.

@@ -202,7 +202,7 @@ def weiszfeld(distances: Floats, shares: Floats, smoothing: float) -> Floats:
 @final
 @dataclass
 class FLTrust(RobustRule):
-    """The mean of updates by their cosine with a trusted client's update, scaled to its norm.
+    """The mean of updates weighted by their cosine with a trusted client's update, and scaled to its norm.
 
     Args:
         trusted_client: client whose shard is the server's root set; it must be in every cohort.
@@ -228,8 +228,8 @@ class FLTrust(RobustRule):
         """
         if self.trusted_client not in rows.client_ids:
             raise RoundFailure(
-                f"FLTrust needs the update of its trusted client {self.trusted_client}, which is not in "
-                "this round: let every client take part, e.g. with cohort AllClients"
+                f"FLTrust needs the update of its trusted client {self.trusted_client}, which is not in this round: "
+                "use a cohort with this client in every round, e.g. AllClients"
             )
         own = rows.client_ids.index(self.trusted_client)
         return combined(rows, trusted_shares(similarities(rows, own), row_norms(rows), own))

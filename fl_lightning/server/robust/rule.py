@@ -1,4 +1,4 @@
-"""Robust rules, which need all updates of a round together: their bases, medians, pre-aggregation.
+"""Robust rules, which need all updates of a round together: base classes, medians and pre-aggregation.
 
 Updates are kept (see `UpdateRows`) until the round ends. They have equal weights unless the rule weighs
 them: the number of examples is only a client's claim.
@@ -51,7 +51,7 @@ from fl_lightning.server.robust.passes import (
 
 @dataclass
 class RuleContext:
-    """The round's number and the rule's memory, which a rule gets with the updates."""
+    """Arguments of a robust rule besides the updates: the round's number and the rule's memory."""
 
     round_index: int = 0  # number of the round, for rules that draw at random
     # vectors of shape (k,) by name, which the rule may change; kept from round to round
@@ -93,7 +93,7 @@ class RobustRule(Ranged, KeptUpdates):
 
     @property
     def trusted_client(self) -> int | None:
-        """Id of the client by whose update all others are judged, so that it must be in every round; or None."""
+        """Id of a client that must be in every round, because its update judges the others; None without one."""
         return None
 
     @property
@@ -134,8 +134,8 @@ class RobustRule(Ranged, KeptUpdates):
         """
         if (count := len(self._rows)) < self.min_updates:
             raise RoundFailure(
-                f"{self} needs at least {self.min_updates} updates, this round has {count}: use a "
-                "larger cohort, or set num_attackers lower"
+                f"round {self._round_index + 1}: federation.aggregator {self} needs at least {self.min_updates} "
+                f"updates, got {count}: use a larger cohort, or lower num_attackers"
             )
         self.buffers = self._combined_buffers(self._rows.buffer_rows())
         memory = {name: value.cpu().numpy() for name, value in self.memory.items()}
@@ -290,6 +290,6 @@ def check_mixable(rule: RobustRule) -> None:
     """Raise ConfigurationError if a rule needs the unmixed update of a trusted client."""
     if rule.trusted_client is not None:
         raise ConfigurationError(
-            f"{type(rule).__name__} needs the trusted client's own update, and a mixed update belongs to "
-            "several clients: use it without pre-aggregation"
+            f"{type(rule).__name__} needs the update of its trusted client, and pre-aggregation mixes the updates "
+            f"of several clients: use {type(rule).__name__} alone"
         )

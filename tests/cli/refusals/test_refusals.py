@@ -44,7 +44,7 @@ def test_it_is_refused_in_a_sentence(row, tmp_path, monkeypatch):
         ),
         (
             "- federation\n",
-            "mine.yaml is refused: it holds no options, which are written as name: value",
+            "mine.yaml is not valid: it contains no options, which are written as name: value",
         ),
     ],
 )
