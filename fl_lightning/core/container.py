@@ -28,7 +28,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -152,13 +152,16 @@ def read(
     if found != kind:
         raise MessageError(f"the message must be of kind {kind!r}, got {shown(found)}")
     if (total := sum(map(_num_bytes, forms.values()))) != len(data):
-        raise MessageError(
-            f"the header describes tensors of {total} bytes, the message has {len(data)} bytes of them"
-        )
+        raise MessageError(f"the tensors must have {total} bytes, got {len(data)}")
     fields = from_text(text)
     if not isinstance(fields, dict):
         raise MessageError("the message's fields must be a mapping")
-    return fields, dict(_tensors(forms, data))
+    tensors, at = {}, 0
+    for name in _order(forms):
+        end = at + _num_bytes(forms[name])
+        tensors[name] = tensor_of(*forms[name], data[at:end])
+        at = end
+    return fields, tensors
 
 
 def _checksum(parts: list[Any]) -> bytes:
@@ -233,9 +236,7 @@ def form_of(name: str, tensor: Any) -> Form:
     if tensor.dtype not in DTYPE_NAMES:
         raise MessageError(f"{name!r} has the dtype {tensor.dtype}, which cannot be sent")
     if tensor.ndim > MOST_DIMENSIONS:
-        raise MessageError(
-            f"{name!r} has {tensor.ndim} dimensions, at most {MOST_DIMENSIONS} are allowed"
-        )
+        raise MessageError(f"{name!r} must have at most {MOST_DIMENSIONS} dimensions")
     return DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
 
 
@@ -247,7 +248,7 @@ def _read_form(name: str, entry: Any) -> Form:
         raise MessageError(f"the tensor {name[:99]!r} has an unknown dtype")
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
         raise MessageError(
-            f"the shape of the tensor {name[:99]!r} must be a list of at most {MOST_DIMENSIONS} sizes"
+            f"the tensor {name[:99]!r} must have at most {MOST_DIMENSIONS} dimensions"
         )
     # PyTorch multiplies the other sizes of an empty tensor as well
     if not all(type(n) is int and n >= 0 for n in shape) or (
@@ -255,15 +256,6 @@ def _read_form(name: str, entry: Any) -> Form:
     ):
         raise MessageError(f"the tensor {name[:99]!r} has an impossible shape")
     return dtype, tuple(shape)
-
-
-def _tensors(forms: Mapping[str, Form], data: memoryview) -> Iterator[tuple[str, Tensor]]:
-    at = 0
-    for name in _order(forms):
-        dtype, shape = forms[name]
-        end = at + _num_bytes(forms[name])
-        yield name, tensor_of(dtype, shape, data[at:end])
-        at = end
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> Tensor:

@@ -62,9 +62,7 @@ def parse(text: str) -> Any:
         depth += 1 if bracket[0] in "[{" else -1
         deepest = max(deepest, depth)
     if deepest > MOST_DEPTH:
-        raise MessageError(
-            f"the JSON has {deepest} nested levels, at most {MOST_DEPTH} are allowed"
-        )
+        raise MessageError(f"the JSON must have at most {MOST_DEPTH} nested levels, got {deepest}")
     try:
         return json.loads(
             text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_whole
@@ -206,7 +204,5 @@ def _no_constant(name: str) -> None:
 
 def _whole(digits: str) -> int:
     if len(digits) > MOST_BITS // 3:
-        raise MessageError(
-            f"the JSON has a whole number of {len(digits)} digits, which is too long"
-        )
+        raise MessageError(f"the JSON has a number of {len(digits)} digits, which is too long")
     return int(digits)

@@ -108,9 +108,7 @@ class Space:
             )
         devices = {str(p.device) for p in trainable.values()}
         if len(devices) > 1:
-            raise ConfigurationError(
-                f"the trainable parameters are on several devices, {', '.join(sorted(devices))}: use one device"
-            )
+            raise ConfigurationError(f"the model is on several devices, {sorted(devices)}: use one")
         chosen = active or {}
         return cls(trainable, {n: chosen[p] for n, p in trainable.items() if p in chosen})
 
@@ -211,9 +209,7 @@ class Space:
     def full(self, vector: Tensor) -> dict[str, Tensor]:
         """Return whole tensors by name: the vector's values, and current values at frozen entries."""
         tensors = {}
-        for name, view, live, index in zip(
-            self.names, self.views(vector), self._tensors, self._indices, strict=True
-        ):
+        for name, (live, index, view) in zip(self.names, self.entries(vector), strict=True):
             tensors[name] = view
             if index is not None:
                 tensors[name] = live.detach().clone()

@@ -124,15 +124,13 @@ def _check_depth(text: str, path: str) -> None:
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_DEPTH:
-                raise ConfigurationError(
-                    f"{path or 'it'} is nested deeper than {MOST_DEPTH} levels"
-                )
+                break
     except yaml.YAMLError as error:
         if "nesting depth" not in str(error):  # libyaml's own bound
             raise
-        raise ConfigurationError(
-            f"{path or 'it'} is nested deeper than {MOST_DEPTH} levels"
-        ) from None
+        depth = MOST_DEPTH + 1
+    if depth > MOST_DEPTH:
+        raise ConfigurationError(f"{path or 'it'} is nested deeper than {MOST_DEPTH} levels")
 
 
 def _nodes(node: Any, path: str, outer: tuple[Any, ...]) -> Iterator[Any]:

@@ -86,8 +86,14 @@ def log_round(
     trainer.logged_metrics.update(tensors)
     trainer.progress_bar_metrics.update({name: values[name] for name in in_progress_bar})
     shown = {name: value for name, value in values.items() if name not in twins}
+    shown["epoch"], step = trainer.current_epoch, trainer.global_step - 1
     for logger in trainer.loggers:
-        _log(trainer, logger, {**shown, "epoch": trainer.current_epoch})
+        # a subclass may override log_metrics, and a report shadows it
+        is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
+        if is_stock and "log_metrics" not in vars(logger):
+            log_event(logger, shown, step)
+        else:
+            logger.log_metrics(shown, step=step)
         logger.save()
 
 
@@ -96,16 +102,6 @@ def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> 
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
     for logger in trainer.loggers:
         logger.log_metrics(dict(values), step=step)
-
-
-def _log(trainer: Trainer, logger: Any, values: Mapping[str, float]) -> None:
-    step = trainer.global_step - 1
-    # a subclass may override log_metrics, and a report shadows it
-    is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
-    if is_stock and "log_metrics" not in vars(logger):
-        log_event(logger, values, step)
-    else:
-        logger.log_metrics(values, step=step)
 
 
 @rank_zero_only

@@ -245,10 +245,9 @@ class WeightedMean(FoldedMeans):
         """
         weight = self.weight(update)
         if not 0 <= weight < math.inf or (self.exact and weight % 1):
-            number = "whole number (as exact is true)" if self.exact else "finite number"
             raise ConfigurationError(
-                f"{type(self).__name__}.weight returned {weight} for client {update.client_id}: it must return a "
-                f"{number} that is at least 0"
+                f"{type(self).__name__}.weight returned {weight} for client {update.client_id}: it must be finite "
+                "and at least 0, and a whole number if exact is true"
             )
         self._mean.add(update.delta, weight)
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from statistics import NormalDist
 from typing import ClassVar, Literal, Protocol, final
@@ -123,7 +124,8 @@ class Forged(KeptUpdates):
         """Return the aggregate of the honest updates and the forged ones."""
         rows = self._rows
         places = [place for place, client in enumerate(rows.client_ids) if client in self.attackers]
-        forged = self.forgery.forge(rows, places, self._generator) if places else iter(())
+        generators = partial(numpy_generator, self._seed, "attack", self._round_index)
+        forged = self.forgery.forge(rows, places, generators) if places else iter(())
         self.aggregator.open(self._like)
         for update in rows.updates():
             sent = update
@@ -134,9 +136,6 @@ class Forged(KeptUpdates):
         del self._rows
         aggregate, self.buffers = self.aggregator.close(), self.aggregator.buffers
         return aggregate
-
-    def _generator(self, client: int) -> np.random.Generator:
-        return numpy_generator(self._seed, "attack", self._round_index, client)
 
 
 @final
@@ -232,8 +231,7 @@ class ALIE(_Collusion):
     """A little is enough: the honest mean minus z standard deviations.
 
     Args:
-        z: number of standard deviations; if None, the largest with which the attackers' vector is still within a
-            majority of updates.
+        z: number of standard deviations; None for the largest that a majority of updates hides.
     """
 
     z: float | None = None

@@ -208,7 +208,7 @@ class Looking(ToyModule):
     ("module", "trainer", "reason"),
     [
         (ToyModule(batch_norm=True), {}, r"net\.1 \(BatchNorm1d\) mixes the examples of a batch"),
-        (Mixing(), {}, "hooks around batches, which may mix"),
+        (Mixing(), {}, "hooks around batches in module or data module may mix"),
         (Looking(), {}, "Looking defines on_after_backward"),
         (ToyModule(), {"accumulate_grad_batches": 2}, "accumulate_grad_batches to 1"),
         (ToyModule(), {"precision": "bf16-mixed"}, "precision bf16-mixed rounds gradients"),
@@ -222,7 +222,7 @@ def test_what_mixes_examples_is_refused_before_training(module, trainer, reason)
 @pytest.mark.parametrize("shards", [[[0, 1, 1], [2]], [[0, 1, 2], [2, 3]]])
 def test_examples_that_would_count_twice_are_refused(shards):
     data = toy_data(num_clients=2, partition=Given(shards))
-    with pytest.raises(ConfigurationError, match="shards repeat or share 1 of their examples"):
+    with pytest.raises(ConfigurationError, match="1 examples occur more than once"):
         run(1, data=data, privacy=private())
     run(1, data=toy_data(num_clients=2, partition=Given([[0, 1], [2, 3]])), privacy=private())
 

@@ -134,7 +134,9 @@ class TestWhatDiffersStopsTheRun:
 
         spoil(monkeypatch, change)
         data = toy_data(batch_size=4, drop_last=True)
-        with pytest.raises(EnginesDiffer, match=rf"round 2, client \d: its {name} from slots differs"):
+        with pytest.raises(
+            EnginesDiffer, match=rf"round 2, client \d: its {name} from slots differs"
+        ):
             run(toy(batch_norm=True), data=data)
 
     def test_one_coordinate_is_enough(self, monkeypatch):

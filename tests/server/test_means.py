@@ -150,7 +150,7 @@ def test_an_exact_mean_refuses_weights_that_are_not_whole_numbers():
     mean = Halves(exact=True)
     mean.open(torch.empty(1))
     with pytest.raises(
-        ConfigurationError, match=r"Halves.weight returned 1.5 for client 7: .* whole"
+        ConfigurationError, match=r"Halves.weight returned 1.5 for client 7: .* whole number"
     ):
         mean.add(ClientUpdate(7, torch.ones(1), torch.empty(0), 3, 1))
 

@@ -72,8 +72,8 @@ def _named(
             refuse(run, differences(run.config, plain, sections))
         return run
     options: Any = next((logger.init_args for logger in _loggers(config)), {})
-    root = _save_dir(config, options)
-    run = choose(root, plain, sections, changed=config.resume_changed)
+    root = options.get("save_dir") or config.trainer.get("default_root_dir") or "."
+    run = choose(Path(root), plain, sections, changed=config.resume_changed)
     if given == "last":
         return run
     check_checkpoint(run.checkpoint)
@@ -154,10 +154,6 @@ def _new_folder(parent: Path) -> Path:
             continue
         return folder
     raise AssertionError
-
-
-def _save_dir(config: Any, options: Any) -> Path:
-    return Path(options.get("save_dir") or config.trainer.get("default_root_dir") or ".")
 
 
 def _loggers(config: Any) -> list[Any]:

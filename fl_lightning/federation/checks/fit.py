@@ -42,8 +42,8 @@ _OPTIONS = {
     "it to 0, and change examples over rounds in training_step, e.g. by current_epoch",
 }
 _AVERAGES_STEPS = (
-    "averages after steps, and a federation's are rounds: subclass WeightAveraging, with should_update "
-    "true for an epoch_idx and a decay meant for rounds"
+    "averages weights after steps, and a step of a federation is a round: subclass WeightAveraging, with a "
+    "should_update that returns True for an epoch_idx, and a decay per round"
 )
 
 
@@ -76,9 +76,9 @@ def check_strategy(trainer: Trainer) -> None:
 def _strategy_problems(trainer: Trainer) -> Iterator[str]:
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, FederatedStrategy)):
         yield (
-            f"trainer.strategy {type(trainer.strategy).__name__} keeps {trainer.world_size} "
-            "processes in step, where clients train apart: set trainer.strategy to federated, or "
-            "trainer.devices to 1 and trainer.strategy to auto"
+            f"trainer.strategy {type(trainer.strategy).__name__} synchronises gradients of {trainer.world_size} "
+            "processes, but clients train independently: set trainer.strategy to federated, or trainer.devices "
+            "to 1 and trainer.strategy to auto"
         )
 
 
@@ -128,15 +128,15 @@ def check_set_up(trainer: Trainer) -> None:
     """Raise if the module, once set up, has synchronised batch norm."""
     if any(isinstance(child, nn.SyncBatchNorm) for child in trainer.lightning_module.modules()):
         raise ConfigurationError(
-            "SyncBatchNorm averages over processes, where clients train apart: set "
+            "SyncBatchNorm averages over processes, but clients train independently: set "
             "trainer.sync_batchnorm to false"
         )
 
 
-# ends an error about an option that adds to gradients
+# end of an error about an option that adds a term to gradients
 ADDED_TO_LOSS = (
-    "is added to the gradient of what is minimised, and the clients' optimizer has maximize: leave that "
-    "out and return the negative loss"
+    "is added to the gradient of a loss that is minimised, and the clients' optimizer has maximize=True: leave "
+    "maximize out, and return the negative loss"
 )
 
 
@@ -155,9 +155,7 @@ RATES_BY_STEP = Traits(
     instead={Trait.ONE_RATE: "set the schedule's interval to 'epoch'"},
 )
 _SHARED_SCALE = Traits(
-    needs={
-        Trait.SIMULATION: "has a loss scale that all clients share, which sites do not exchange"
-    },
+    needs={Trait.SIMULATION: "has one loss scale for all clients, which sites do not exchange"},
     instead={Trait.SIMULATION: "use bf16-mixed or 32-true"},
 )
 NETWORK = {"a network": Traits(breaks={Trait.SIMULATION: "has its clients at sites"})}
@@ -267,8 +265,8 @@ def check_update_weights(
     largest, most = int(data.update_weights.max()), getattr(aggregator, "max_examples", None)
     if most is not None and largest > most:
         raise ConfigurationError(
-            f"data.update_weight: clients' weights go up to {largest}, and {type(aggregator).__name__} "
-            f"counts at most {most} of each: set its max_examples to {largest}, or leave update_weight out"
+            f"data.update_weight: the largest weight of a client is {largest}, and {type(aggregator).__name__} "
+            f"allows at most {most}: set its max_examples to {largest}, or leave update_weight out"
         )
 
 
@@ -276,28 +274,26 @@ def check_cohort_size(most: int, min_replies: int, aggregator: Aggregator | None
     """Raise if cohorts can never be large enough."""
     if min_replies > most:
         raise ConfigurationError(
-            f"federation.min_replies is {min_replies}, but a round has at most {most} "
-            "clients: lower it, or raise the cohort's size"
+            f"federation.min_replies is {min_replies}, but a round has at most {most} clients: lower it, or raise "
+            "the cohort's size"
         )
-    rule = aggregator
-    if isinstance(rule, RobustRule) and rule.min_updates > most:
+    if isinstance(aggregator, RobustRule) and aggregator.min_updates > most:
         raise ConfigurationError(
-            f"federation.aggregator {rule} needs at least "
-            f"{rule.min_updates} updates, but a round has at most {most}: raise the "
-            "cohort's size, or lower num_attackers"
+            f"federation.aggregator {aggregator} needs at least {aggregator.min_updates} updates, but a round "
+            f"has at most {most}: raise the cohort's size, or lower num_attackers"
         )
 
 
 def check_trusted(aggregator: Aggregator | None, cohort: Cohort, num_clients: int) -> None:
     """Raise if the client that `FLTrust` trusts would be missing from some cohorts."""
-    rule = aggregator
-    if not isinstance(rule, RobustRule) or rule.trusted_client is None:
+    if not isinstance(aggregator, RobustRule) or aggregator.trusted_client is None:
         return
     is_drawn = cohort.is_uniform or cohort.coin is not None
     if is_drawn and cohort.expected_size(num_clients) < num_clients:
         raise ConfigurationError(
-            f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "
-            f"which {cohort} would often leave out: let all clients take part (cohort: null)"
+            f"federation.aggregator {type(aggregator).__name__} needs the update of client "
+            f"{aggregator.trusted_client} in every round, which {cohort} would often leave out: let all clients "
+            "take part (federation.cohort: null)"
         )
 
 

@@ -41,17 +41,16 @@ def check_trainer_private(trainer: Trainer, options: Options) -> None:
     for transform in data.transforms:
         if shown_by([transform]):
             raise ConfigurationError(
-                f"federation.privacy: with {type(transform).__name__} one client's inputs change "
-                "everybody's, without clipping or noise: use Normalize in data.transforms, with "
-                "numbers that are given"
+                f"federation.privacy: {type(transform).__name__} in data.transforms computes statistics from all "
+                "clients' inputs, without clipping or noise: use Normalize with given numbers instead"
             )
     limit = trainer.limit_train_batches  # as a whole number 1 is a client
     is_whole = limit == 0 or (isinstance(limit, float) and limit == 1.0)
     if options.client_privacy is not None and not is_whole:
         raise ConfigurationError(
-            f"federation.privacy: trainer.limit_train_batches {limit} (fast_dev_run sets it) drops the "
-            "clients with the highest ids from a cohort, which then is no random sample: lower the "
-            "cohort instead"
+            f"federation.privacy: trainer.limit_train_batches {limit} (also set by fast_dev_run) drops the clients "
+            "with the highest ids from a cohort, which is then no random sample: set it to 1.0, and use a smaller "
+            "cohort"
         )
 
 
@@ -63,9 +62,9 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor in unprotected:
             raise ConfigurationError(
-                f"federation.privacy: the learning rate follows {config.monitor}, a number of the "
-                "clients without noise, and with it all later models: have ReduceLROnPlateau "
-                "monitor a metric of the server's validation data, or use a schedule over rounds"
+                f"federation.privacy: ReduceLROnPlateau sets the learning rate by {config.monitor}, a metric of "
+                "clients without noise, so that later models depend on it: monitor a metric of the server's "
+                "validation data, or use a schedule over rounds"
             )
     looking = [
         f"{type(callback).__name__} ({callback.monitor})"
@@ -74,8 +73,8 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
     ]
     if looking:  # Python shows the same warning only once
         rank_zero_warn(
-            "privacy: metrics of the clients without noise decide when training ends or which models "
-            "are kept, which ε does not cover: " + ", ".join(looking)
+            "privacy: ε does not cover that metrics of clients without noise decide when training ends or which "
+            "models are kept: " + ", ".join(looking)
         )
 
 
@@ -90,9 +89,8 @@ def check_local_steps(trainer: Trainer, accumulate: int) -> None:
 def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
     if accumulate > 1:
         yield (
-            f"a local step of {accumulate} batches is no sample of its own: set "
-            "accumulate_grad_batches to 1 and the batch size to their product (gradients are taken "
-            "in chunks that fit the memory)"
+            f"a local step of {accumulate} batches is not one random sample: set accumulate_grad_batches to 1 and "
+            "the batch size to their product (gradients are computed in chunks that fit the memory)"
         )
     if trainer.precision not in FULL_PRECISIONS:
         yield (
@@ -100,26 +98,25 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
             "it to 32-true or 64-true"
         )
     if extra := extra_work(trainer):
-        yield f"local steps are clipped sums and noise, and nothing else, here {extra}"
+        yield f"a local step must be a clipped sum plus noise and nothing else, but {extra}"
     if has_batch_hooks(trainer):
         yield (
-            "module or data module have hooks around batches, which may mix examples: do it in the "
-            "data set or in training_step"
+            "hooks around batches in module or data module may mix examples: move them to the data set or to "
+            "training_step"
         )
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     indices = data.clients.indices
     if repeated := indices.size - np.unique(indices).size:
         yield (
-            f"shards repeat or share {repeated} of their examples, each of which ε counts once: use "
-            "a partition that gives every example to one client, once"
+            f"{repeated} examples occur more than once in the clients' shards, and ε counts each once: use a "
+            "partition that assigns every example to one client, once"
         )
     if data.draw_weights is not None:
         yield (
-            "the loader's sampler draws examples by weight or with replacement, and ε counts on equal "
-            "chances: use another, or set data.ignore_sampler to true"
+            "the loader's sampler draws examples by weight or with replacement, and ε assumes equal "
+            "probabilities: use another sampler, or set data.ignore_sampler to true"
         )
     if data.training.has_own_collate:
         yield (
-            "the loader's collate_fn makes a batch of examples, and may mix them: do it in the data "
-            "set or in training_step"
+            "the loader's collate_fn may mix examples: do its work in the data set or in training_step"
         )

@@ -82,6 +82,7 @@ class EngineChooser:
         correction, personal = asked.correction, asked.personal
         self._trainer, self._local, self._step = run.trainer, run.local, run.step
         self._options, self._accumulate, self._stages = asked, run.accumulate, stages
+        self._asked = [asked.engine, asked.pad_batches]
         self._stacking = StackedOptions(
             num_slots=1,
             padded=pads(asked.pad_batches, run.module),
@@ -283,10 +284,6 @@ class EngineChooser:
             "speedups": list(self._kept),
             "names": dict(self._local.collector.epoch_names),
         }
-
-    @property
-    def _asked(self) -> list[Any]:
-        return [self._options.engine, self._options.pad_batches]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choice of a resumed run or of another process, unless it was made under other options."""

@@ -271,8 +271,7 @@ def reported_loss(update: ClientUpdate) -> float:
     if _LOSS not in update.metrics:
         raise ClientFailure(
             update.client_id,
-            f"it reported no {_LOSS}, by which the aggregator weights its update: return the loss from "
-            "training_step",
+            f"it reported no {_LOSS}, by which its update is weighted: return the loss from training_step",
         )
     loss = float(update.metrics[_LOSS])
     if not math.isfinite(loss):

@@ -77,12 +77,9 @@ class Mean(WeightedMean):
     @property
     def traits(self) -> Traits:
         """Traits; the mean is private only with equal weights, because examples have no bound."""
-        traits = super().traits
-        return (
-            traits | _BY_EXAMPLES
-            if self.weight_by_examples
-            else traits.without(*_BY_EXAMPLES.breaks)
-        )
+        if self.weight_by_examples:
+            return super().traits | _BY_EXAMPLES
+        return super().traits.without(*_BY_EXAMPLES.breaks)
 
     def weight(self, update: ClientUpdate) -> float:
         """Return the number of examples, or 1."""

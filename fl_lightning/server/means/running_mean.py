@@ -62,8 +62,7 @@ class RunningMean:
         """Replace the state by the `sums` added up over all processes."""
         total, weight = sums
         self._weight = float(weight)
-        mean = total / self._weight if self._weight else torch.zeros_like(total)
-        self._mean = mean.to(self._mean)
+        self._mean = (total / (self._weight or 1.0)).to(self._mean)
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
