@@ -265,7 +265,7 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _STORAGE:
         return f"{error.filename or 'a file of the run'} could not be written: {error.strerror}"
     if isinstance(error, UnpicklingError):
-        return "ckpt_path: the file is no checkpoint of Lightning, or a damaged one"
+        return "ckpt_path: the file is not a checkpoint of Lightning, or is damaged"
     return _by_text(error)
 
 

@@ -259,7 +259,7 @@ def _read_form(name: str, entry: Any) -> Form:
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> Tensor:
-    """Return the tensor with these bytes, whose number must fit dtype and shape."""
+    """Return a tensor of a dtype and shape from its bytes, whose number must match."""
     found = np.frombuffer(data, np.uint8)
     if dtype == "BOOL" and (found > 1).any():
         raise MessageError("a tensor of booleans has a byte that is neither 0 nor 1")

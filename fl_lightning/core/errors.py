@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 
 class ConfigurationError(ValueError):
-    """A setting that cannot work: the message names it, the value given and the values allowed.
+    """An invalid setting: the message names the option, its value and the allowed values.
 
     The command line prints the message alone, without a traceback.
     """
 
 
 def raise_together(*checks: Callable[[], object]) -> None:
-    """Run all checks, and raise their ConfigurationErrors as one, with one line each.
+    """Run all checks, and raise their ConfigurationErrors as one error, one line per check.
 
     Another exception ends the list: it is probably a consequence of an earlier problem.
 
@@ -113,7 +113,7 @@ def close_to(name: str, names: Iterable[str], most: int = 30) -> str:
 
 
 class Ranged:
-    """Base of dataclasses whose options have ranges, which are checked together when an object is made.
+    """Base of dataclasses that check the ranges of all their options when an object is made.
 
     Attributes:
         ranges: range of each option in words, see `check_range`, if wanted with advice after a colon. The
@@ -146,7 +146,7 @@ clips nothing
 
 
 class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
-    """A client whose update cannot be used; its id is `client_id`.
+    """Raised for a client whose update cannot be used; `client_id` is the id of the client.
 
     Example:
         >>> raise ClientFailure(7, "its loss is nan")
@@ -180,19 +180,19 @@ class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
 
 
 class RoundFailure(RuntimeError):  # noqa: N818
-    """A round that has no usable result, e.g. because too few clients replied."""
+    """Raised for a round without a usable result, e.g. because too few clients replied."""
 
 
 class ProcessFailure(RuntimeError):  # noqa: N818
-    """A process of a run with several ended without a message; the others were stopped."""
+    """Raised if a process of a run ended without an error message; the other processes were stopped."""
 
 
 class CheckpointFailure(RuntimeError):  # noqa: N818
-    """A checkpoint that could not be written or read."""
+    """Raised for a checkpoint that could not be written or read."""
 
 
 class Interrupted(BaseException):
-    """A run was stopped by Ctrl-C (SIGINT) or SIGTERM; `signum` is the signal.
+    """Raised if a run is stopped by Ctrl-C (SIGINT) or SIGTERM; `signum` is the signal.
 
     It is no `Exception`, so that it is never skipped as a client's failure, and no `KeyboardInterrupt`,
     after which Lightning would end the process in its own way.

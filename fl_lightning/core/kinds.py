@@ -231,7 +231,7 @@ def _of_class(value: Any) -> str:
 
 
 def is_accepted(name: str, allowed: Sequence[Any]) -> bool:
-    """Return whether objects of an exported class may fit one of the types; base classes decide."""
+    """Return whether objects of an exported class may fit one of the types, judged by its base classes."""
     package, _, name = public_paths()[name].rpartition(".")
     found = getattr(import_module(package), name)
     inner = [one for kind in allowed for entry in entries(kind) for one in alternatives(entry)]

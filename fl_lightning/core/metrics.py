@@ -55,7 +55,7 @@ class _Entries:
 
 
 class ClientMeans:
-    """Values of named metrics, one per client, with the number of examples behind each.
+    """Values of named metrics, one value per client, weighted by numbers of examples.
 
     Attributes:
         reductions: ``"sum"``, ``"min"`` or ``"max"`` over clients, by name of the metric; the mean
@@ -217,7 +217,7 @@ def kept_apart(metrics: Iterable[Metric]) -> Iterator[None]:
 
 
 def pool(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
-    """Set a torchmetrics object to the pooled states of several, as its own exchange would.
+    """Set a torchmetrics object to the pooled states of several ones, as torchmetrics does over processes.
 
     Example:
         >>> from torchmetrics import SumMetric

@@ -52,7 +52,7 @@ def tied(command: Sequence[str]) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Tie this process of `multiprocessing` to the one that started it: SIGTERM, 3 s later SIGKILL."""
+    """End this process of `multiprocessing` when its parent ends: SIGTERM, and SIGKILL 3 s later."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

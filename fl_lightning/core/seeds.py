@@ -134,7 +134,7 @@ def check_seed(owner: str, seed: int | None) -> None:
 
 
 def run_seed(seed: int | None) -> int:
-    """Return ``seed``; if it is None, the one given to `lightning.seed_everything`, or 0."""
+    """Return ``seed``; for None, the seed given to `lightning.seed_everything`, or 0."""
     check_seed("a run", seed)
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 

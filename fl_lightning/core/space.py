@@ -72,7 +72,7 @@ class Space:
         active: Mapping[Tensor, Tensor] | None = None,
         without: Collection[str] = (),
     ) -> Space:
-        """Return the space of all trainable parameters (``requires_grad``), tied ones once.
+        """Return the space of all trainable parameters (``requires_grad``); tied parameters count once.
 
         Args:
             module: the module.
@@ -243,7 +243,7 @@ class Space:
         return torch.cat(parts)
 
     def positions_in(self, other: Space) -> Tensor:
-        """Return each coordinate's index in another space, -1 if it is not there, int64, shape (k,).
+        """Return each coordinate's index in another space, or -1 if the other space lacks it: int64, shape (k,).
 
         Example:
             >>> tensors = {"weight": torch.zeros(4)}

@@ -73,7 +73,7 @@ NO_TRAITS = Traits()
 
 
 def conflicts(parts: Mapping[str, Traits]) -> Iterator[str]:
-    """Yield a sentence for each trait that one part needs and another breaks.
+    """Yield a sentence for each trait that one part needs and another part breaks.
 
     Args:
         parts: traits of each part, by option and class name, e.g. ``"federation.aggregator Krum"``.

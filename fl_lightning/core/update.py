@@ -32,7 +32,7 @@ class GlobalModel:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """The update of one client in a round: a row of `Updates`, for rules that read one at a time.
+    """The update of one client in a round, for rules that read one update at a time.
 
     Attributes:
         client_id: number of the client.
@@ -70,7 +70,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of m ≥ 1 clients, one row each: the currency of a round.
+    """The updates of m ≥ 1 clients, one row per client.
 
     Updates from a generator must be used before the next ones are requested. Iterating yields a
     `ClientUpdate` per client.

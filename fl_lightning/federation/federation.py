@@ -80,7 +80,7 @@ class Federation(Options, Callback):
             self._calendar = prepare(trainer, pl_module, self, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the round runner on the weights and the optimizer that are now in place."""
+        """Build the rounds on the current weights and optimizer, and load the state of a checkpoint."""
         assert self._cleanup is not None
         before, saved = self.rounds, self._saved or {}
         earlier = list(before.stages) if before and before.run.module is pl_module else []
@@ -93,7 +93,7 @@ class Federation(Options, Callback):
         take_over(trainer, self.rounds.train, self.rounds.run, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume from a checkpoint."""
+        """Begin with the first round that is not done, and log what users should know before it."""
         begin_round_anew(trainer)
         assert self.rounds is not None
         for part in self.rounds.stages.around_fit:
@@ -117,7 +117,7 @@ class Federation(Options, Callback):
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the round: the clients' metrics, counts, bytes, norms; or raise if a stage failed as it closed."""
+        """Log the round's metrics, counts, bytes and norms; raise if a stage failed when the round closed."""
         assert self.rounds is not None
         if self.rounds.error_of_close is not None:
             raise self.rounds.error_of_close

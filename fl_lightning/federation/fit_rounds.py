@@ -41,8 +41,8 @@ class FitRounds:
         memory: client states that last from round to round.
         module_has_all: whether the module can hold every bit of the server's model.
         is_kept_by_lightning: whether Lightning's checkpoints can hold every bit of it as well.
-        error_of_close: error of a stage as the round closed, to be raised at its end: by then
-            Lightning has counted it and advanced the schedules. None without one.
+        error_of_close: error of a stage when the round closed; None without one. It is raised at the end of the
+            epoch, when Lightning has counted the round and advanced the schedules.
     """
 
     error_of_close: BaseException | None = None
@@ -110,7 +110,7 @@ class FitRounds:
         self._close()
 
     def _train_in_slots(self, cohort: CohortBatch) -> None:
-        """Train clients in slots; if these cannot run a step, the round begins anew with another engine."""
+        """Train clients in slots; if slots cannot run a step, restart the round with another engine."""
         metrics = MetricStates(metrics_of(self.run.module))
         while True:
             try:
@@ -124,7 +124,7 @@ class FitRounds:
                 return
 
     def _begin(self) -> None:
-        """Open a round, or reopen it, in this process alone: processes exchange nothing here."""
+        """Open a round, or open it again, without communication between processes."""
         run, number = self.run, self.run.trainer.current_epoch
         self.follow_masks()
         run.local.start_round(number)  # by now, unlike earlier, Lightning has restored all
@@ -162,7 +162,7 @@ class FitRounds:
             self.error_of_close = error
 
     def follow_state(self) -> None:
-        """Add the buffers that clients change, as now known, to the server's model."""
+        """Add the buffers that clients change, once they are known, to the server's model."""
         self.server.replace_buffers(self.run.local.buffers.read())
         self._note_precision()
 

@@ -30,7 +30,7 @@ _BEGUN: WeakKeyDictionary[Trainer, tuple[int, dict[str, Tensor]]] = WeakKeyDicti
 
 
 def begin_round(trainer: Trainer) -> None:
-    """Mark all metrics so far as those of earlier rounds, for `logged_in_round`.
+    """Mark the metrics logged so far as those of earlier rounds, for `logged_in_round`.
 
     Args:
         trainer: at the start of an epoch; later calls in the same epoch change nothing.
@@ -67,7 +67,7 @@ def log_round(
     in_progress_bar: Collection[str] = (),
     twins: Collection[str] = (),
 ) -> None:
-    """Log numbers of the round that has just ended, as `LightningModule.log` does at its end.
+    """Log numbers of the round that has just ended, like `LightningModule.log` at the end of an epoch.
 
     All processes have the same numbers, so that nothing needs to be reduced: ``log`` would spend a
     quarter of a small round on that.
@@ -157,7 +157,7 @@ def keep_once(trainer: Trainer, title: str, numbers: Mapping[str, float]) -> Non
 
 
 def logged_once(folder: Path) -> dict[str, float]:
-    """Return the numbers in a run's ``results.json``, those of the test first."""
+    """Return the numbers in a run's ``results.json``, test metrics first."""
     path = folder / RESULTS
     kept = json.loads(path.read_text()) if path.exists() else {}
     numbers = {name: math.nan if value is None else float(value) for name, value in kept.items()}

@@ -43,7 +43,7 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
 
 
 def install(trainer: Trainer, train: Callable[[CohortBatch], None]) -> None:
-    """Make the Trainer's sub-loop run a round where it would step an optimizer; its progress is kept.
+    """Make Lightning's sub-loop run a round instead of an optimizer step; its progress is kept.
 
     ``global_step`` counts rounds: the loop does not see the optimizer steps of clients.
 
@@ -120,7 +120,7 @@ def plan_rounds(trainer: Trainer, number: int | None) -> None:
 
 
 def _steps(trainer: Trainer) -> Any:
-    """Return Lightning's counter behind ``global_step``; manual optimization has one of its own."""
+    """Return Lightning's counter behind ``global_step``, which differs with manual optimization."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress.optimizer.step

@@ -59,7 +59,7 @@ _ADVICE = {"spot_check": ": it is the fraction of clients that are trained both 
 
 
 class Options:
-    """The options of a federation; attributes hold the given values, or the defaults that None means.
+    """The options of a federation; attributes hold the given values, or the defaults that replace None.
 
     Attributes:
         parts: traits of the given options, by option and class.

@@ -42,7 +42,7 @@ class LocalWork:
 
 
 class WorkPlan:
-    """Draws the work of the clients of one data module.
+    """Draws clients' work in each round: examples, their order, and batches.
 
     Attributes:
         num_examples: number of training examples of each client, int64, shape (num_clients,).

@@ -41,7 +41,7 @@ class CohortBatch:
 
 
 class RoundCohorts:
-    """Iterable over the one batch of a round, its clients; there may be none (Poisson sampling).
+    """Iterable that yields the clients of a round as its only batch; the batch may be empty (Poisson sampling).
 
     Args:
         sampler: draws the cohort.
@@ -105,7 +105,7 @@ class RoundCohorts:
             self._round, self._is_done = epoch, False
 
     def _drawn(self, round_index: int) -> ClientIds:
-        """Draw a cohort, and raise if its ids are invalid or repeated: they would count twice."""
+        """Draw a cohort, and raise if its ids are invalid or repeated."""
         ids = np.asarray(self._sampler.sample(round_index, self.population, self.seed))
         sampler = f"federation.cohort: {type(self._sampler).__name__}"
         is_whole = not len(ids) or (ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer))

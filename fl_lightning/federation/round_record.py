@@ -99,7 +99,7 @@ class RoundRecord:
         vars(self).update(vars(RoundRecord(update_norm=self.update_norm, is_withheld=True)))
 
     def without_clients(self) -> RoundRecord:
-        """Return a copy without the fields that tell who took part."""
+        """Return a copy without the fields that reveal which clients took part."""
         nobody = RoundRecord()
         names = "finished", "skipped", "lost", "durations", "means", "norms"
         return replace(self, **{name: getattr(nobody, name) for name in names})

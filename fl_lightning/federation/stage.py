@@ -174,7 +174,7 @@ class Stage:
         return work
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the clients' starts, each with the clients that share it."""
+        """Return pairs of a start and the work of the clients that begin with it."""
         return [(start, work)]
 
     def up(self, upload: Upload) -> Iterable[Upload]:
@@ -211,7 +211,7 @@ class Stage:
         return _NOTHING
 
     def steps(self, training: LocalTraining) -> AbstractContextManager[None]:
-        """Return a context manager around a client's local steps; `training.update` is set before its exit."""
+        """Return a context manager around a client's local steps; `training.update` is set before it exits."""
         return _NOTHING
 
     # In checkpoints.
@@ -235,13 +235,13 @@ class Stage:
 
 
 class Learning(Stage):
-    """A stage that computes a client's new state from the client's own update, if it `learns`."""
+    """A stage that computes a client's new state from the client's update, if `learns` is true."""
 
     learns: bool = True
 
     @abstractmethod
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Compute a client's new state from the client's own update, without storing it.
+        """Compute a client's new state from the client's update, without storing it.
 
         Returns:
             A function that stores the new state and cannot fail. It is called once nothing else has failed at
@@ -281,7 +281,7 @@ class AroundFit(Stage):
 
 
 class SpansNetwork(Stage):
-    """A stage whose server side and client side exchange data where clients are remote."""
+    """A stage that sends data of its own between server and remote clients."""
 
     def to_sites(self) -> Mapping[str, Tensor]:
         """Return the data that clients need in this round besides the model."""
@@ -335,7 +335,7 @@ class Stages(Iterable[Stage]):
         return Stages(self._stages[:place]), Stages(self._stages[place + 1 :])
 
     def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the clients' starts from the server's model, each with the clients that share it."""
+        """Return pairs of a start, made from the server's model, and the work of the clients that begin with it."""
         num_bytes = bytes_down(model.params, model.buffers)
         found = [(Start(model, model, num_bytes=num_bytes), work)]
         for stage in self.having["down"]:

@@ -191,7 +191,7 @@ class Aggregator(ABC):
 
 
 class FoldedMeans(Aggregator):
-    """An aggregator whose state is some weighted means, by name; `open` creates them."""
+    """An aggregator whose state consists of weighted means, by name; `open` creates them."""
 
     _means: dict[str, RunningMean | ExactMean]
 

@@ -46,7 +46,7 @@ _RANGES = {
 
 
 class _ServerOptimizer(Optimizer):
-    """Base of the server optimizers: checks the options' ranges and moves one parameter at a time."""
+    """Base of the server optimizers: checks the ranges of options, and updates one parameter at a time."""
 
     def __init__(self, params: Iterable[Any], options: dict[str, Any]) -> None:
         name = type(self).__name__

@@ -22,7 +22,7 @@ FEWEST_CLIENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Facts about a run, known before the first round, from which a protection is set up."""
+    """Facts about a run that are known before the first round, to set up the protection of updates."""
 
     most_clients: int  # size of the largest possible cohort
     seed: int = 0  # seed of the run

@@ -42,7 +42,7 @@ def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
 
 
 class Server:
-    """Holds the global model and the server optimizer, which takes one step per round.
+    """Aggregates the updates of a round, and updates the global model by one step of the server optimizer.
 
     Args:
         model: the initial global model.
@@ -236,7 +236,7 @@ class Server:
         self._params.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and aggregator; not of an open round, which begins anew.
+        """Return the state of optimizer, schedule and aggregator, without updates of an open round.
 
         The model itself is among the checkpoint's weights.
         """

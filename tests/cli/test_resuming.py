@@ -178,11 +178,11 @@ def test_a_resumed_run_cleans_up_after_the_dead():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("text.ckpt", r"text\.ckpt is no checkpoint of Lightning, or a damaged one"),
-        ("folder.ckpt", "is a folder and no checkpoint"),
+        ("text.ckpt", r"text\.ckpt is not a checkpoint of Lightning, or is damaged"),
+        ("folder.ckpt", "is a folder, not a checkpoint"),
         ("empty.ckpt", "is empty"),
-        ("half.ckpt", "or a damaged one"),
-        ("tensor.ckpt", "is no checkpoint of Lightning: it has no state_dict"),
+        ("half.ckpt", "or is damaged"),
+        ("tensor.ckpt", "is not a checkpoint of Lightning: it has no state_dict"),
         ("no_such.ckpt", r"no_such\.ckpt does not exist.* path of a \.ckpt file"),
         ("", "ckpt_path is empty"),
         ("best", "a fit resumes from last"),

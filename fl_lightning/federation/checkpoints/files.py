@@ -34,7 +34,7 @@ LAST = "last.ckpt"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its target and renames it.
+    """Saves checkpoints atomically: a file is written beside its target and renamed.
 
     Attributes:
         files: returns the files to which the next checkpoint refers.

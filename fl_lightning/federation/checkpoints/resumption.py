@@ -209,7 +209,7 @@ def check_checkpoint(path: Path) -> int:
 
 
 def best_of(last: Path) -> Path | None:
-    """Return the best checkpoint of a run, given its last one; None if it kept none."""
+    """Return the best checkpoint of a run, given the last one; None if the run kept none."""
     callbacks = _read(last)[1].get("callbacks", {})
     for state in callbacks.values():
         if isinstance(state, dict) and state.get("monitor") and state.get("best_model_path"):
@@ -220,9 +220,9 @@ def best_of(last: Path) -> Path | None:
 
 
 def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """Read a checkpoint; return (reason why the file is none, or None; its content)."""
+    """Read a checkpoint; return (reason why the file is not a checkpoint, or None; its content)."""
     if path.is_dir():
-        return "is a folder and no checkpoint", {}
+        return "is a folder, not a checkpoint", {}
     if not path.exists():
         return "does not exist", {}
     if path.stat().st_size == 0:
@@ -233,13 +233,13 @@ def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
     except Exception as error:  # noqa: BLE001 - pickle raises whatever the bytes lead to
         return _explained(error, path), {}
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        return "is no checkpoint of Lightning: it has no state_dict", {}
+        return "is not a checkpoint of Lightning: it has no state_dict", {}
     return None, checkpoint
 
 
 def _explained(error: Exception, path: Path) -> str | None:
     if isinstance(error, PermissionError):
-        return "may not be read by you"
+        return "cannot be read: you lack the permission"
     if isinstance(error, UnpicklingError) and is_zipfile(path):
         return None  # it holds classes of the user's own: Lightning's error says what to do
-    return "is no checkpoint of Lightning, or a damaged one"
+    return "is not a checkpoint of Lightning, or is damaged"

@@ -99,7 +99,7 @@ def earlier_runs(root: Path) -> Iterator[EarlierRun]:
 
 
 def run_in(folder: Path) -> EarlierRun | None:
-    """Return the run in a folder, None if there is none or it has no checkpoint."""
+    """Return the run in a folder; None if the folder has no run with a checkpoint."""
     try:
         config = yaml.load((folder / CONFIG).read_text(), LOADER)
     except (OSError, yaml.YAMLError):

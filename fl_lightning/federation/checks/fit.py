@@ -113,7 +113,7 @@ def _callback_problems(trainer: Trainer) -> Iterator[str]:
 
 
 def check_validation_interval(trainer: Trainer) -> None:
-    """Raise if ``val_check_interval`` is not the one batch of a round."""
+    """Raise if ``val_check_interval`` is not 1, the number of batches of a round."""
     interval = getattr(trainer, "val_check_interval", 1)  # missing if it is a time
     counts_in_round = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
     if counts_in_round and interval != 1:

@@ -188,7 +188,7 @@ class SpotCheck:
                         param.copy_(value)
 
     def look(self, work: ClientWork, found: TrainedClient, start: GlobalModel) -> None:
-        """Train one client sequentially, and compare with its result from slots.
+        """Train one client sequentially, and compare the result with that from slots.
 
         Raises:
             EnginesDiffer: if the results differ by more than rounding.
@@ -307,7 +307,7 @@ def _has_coarse_products(params: list[nn.Parameter]) -> bool:
 
 
 def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: float) -> dict[str, float]:
-    """Return `differences`; an infinite one if one result is a failure, none if both are."""
+    """Return `differences`; an infinite one if exactly one result is a failure, none if both are failures."""
     has_failed = [isinstance(result, ClientFailure) for result in (expected, found)]
     if isinstance(expected, ClientFailure) or isinstance(found, ClientFailure):
         return {} if all(has_failed) else {_FAILURE: math.inf}

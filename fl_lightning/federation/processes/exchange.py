@@ -84,7 +84,7 @@ def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | N
 
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:
-    """Return the failure of the client with the lowest id, as one process alone would raise it."""
+    """Return the failure of the client with the lowest id, which a single process would raise."""
     failures = {r.failure: r.behind for r in reports if r.failure is not None}
     first = min(failures, key=lambda failure: getattr(failure, "client_id", -1), default=None)
     if first is not None and (behind := failures[first]) is not None:

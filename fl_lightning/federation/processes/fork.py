@@ -251,7 +251,7 @@ def _ended_silently(rank: int, processes: list[Any]) -> str:
 
 
 def _wait_for_first(process: Any, note: Path) -> None:
-    """Wait until the first process has saved its checkpoints, if it has failed as well."""
+    """Give the first process time to save its checkpoints, if it has failed as well."""
     process.join(_SECONDS_TO_FAIL)
     if note.exists():
         process.join(_SECONDS_TO_SAVE)

@@ -102,7 +102,7 @@ class Interruption(Callback):
         self._before = _install(handlers)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop after the previous round, with a checkpoint of it, if Ctrl-C was pressed."""
+        """If Ctrl-C was pressed, save the previous round and stop."""
         if not self._stops(trainer):
             return
         self._let_go()
@@ -206,7 +206,7 @@ def _is_requeued(trainer: Trainer) -> bool:
 
 
 def _save_if_missing(trainer: Trainer) -> None:
-    """Save the last round unless it is saved; to be called by all processes."""
+    """Save the last round unless a checkpoint has it; called by all processes."""
     folder = next(iter(checkpoint_folders(trainer)), None)
     if folder is None or trainer.global_step == 0:  # checkpoints are switched off
         return

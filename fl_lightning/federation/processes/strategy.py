@@ -107,7 +107,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluate every example once, where Lightning would repeat some for equal shares."""
+        """Evaluate every example once; Lightning would repeat some for equal shares."""
         batches = getattr(dataloader, "batch_sampler", None)
         assert self.lightning_module is not None
         is_prediction = self.lightning_module.trainer.predicting
@@ -121,9 +121,9 @@ class FederatedStrategy(DDPStrategy):
 
     @property
     def _computes_at_the_end(self) -> bool:
-        """True if the module or a callback may compute a value of all examples, such as a quantile.
+        """True if the module or a callback may compute a value from all examples, such as a quantile.
 
-        Such a value is no mean of the processes' values, so every process evaluates all examples.
+        It is no mean of the processes' values, so that every process evaluates all examples.
         """
         module = self.lightning_module
         assert module is not None
@@ -171,7 +171,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """End the processes that this process started: they would wait for it."""
+        """End the processes that this process started, because they would wait for it."""
         super().on_exception(exception)
         if self.launcher is not None:
             self.launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))

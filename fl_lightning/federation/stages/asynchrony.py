@@ -237,7 +237,7 @@ class Versions(KeptVersions):
         self._local, self._plan = run.local, run.plan
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Store the current version if later steps need it, and drop versions that none needs."""
+        """Store the current version if later steps need it, and drop versions that no later step needs."""
         version = self._present = round_index
         step = self._arrivals.step(version)
         if version in step.in_flight:
@@ -253,7 +253,7 @@ class Versions(KeptVersions):
         return self._plan.of(clients, [began.get(client, self._present) for client in clients])
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the versions from which clients started, each with the clients that share it."""
+        """Return pairs of a model version and the work of the clients that started from it."""
         return [
             (self.start(version, start), work.where(work.rounds == version))
             for version in sorted(set(work.rounds.tolist()))

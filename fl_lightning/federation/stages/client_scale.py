@@ -18,7 +18,7 @@ from fl_lightning.federation.stage import LocalTraining, Stage
 
 
 class ClientScale(Stage):
-    """Sets the gradient scale of a round to the lowest one of the round before."""
+    """Sets the gradient scale of a round to the lowest final scale of a client in the round before."""
 
     def __init__(self, start: RoundStart, ranks: Ranks) -> None:
         self._start, self._ranks = start, ranks

@@ -223,7 +223,7 @@ class LightningStep:
             (loss * factor).backward()
 
     def _prepared(self, batch: Any, size: int, index: int) -> Any:
-        """Return a batch as the training step takes it."""
+        """Convert a batch to the training step's input, by hooks, precision and device."""
         self._collector.batch_size = size
         self.counts.batch = index
         if self._prepare is not None:
@@ -313,7 +313,7 @@ def step_context(trainer: Trainer) -> StepContext:
 
 
 def extra_work(trainer: Trainer) -> str | None:
-    """Return a reason if a local step does more than forward, backward, clipping and optimizer step; else None."""
+    """Return why a local step does more than forward, backward, clipping and optimizer step; None if it does not."""
     if not trainer.lightning_module.automatic_optimization:
         return f"{type(trainer.lightning_module).__name__} steps its optimizers by hand"
     optimizer = trainer.optimizers[0]

@@ -86,7 +86,7 @@ class Visit:
             return self._step(*arguments)
 
     def prepared(self, batch: Any) -> Any:
-        """Return a batch as steps take it."""
+        """Convert a batch to the input of a step, by hooks, precision and device."""
         return batch if self._prepare is None else self._prepare(batch)
 
     def changed(self) -> set[str]:

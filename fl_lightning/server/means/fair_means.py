@@ -116,7 +116,7 @@ class QFedAvg(ByLosses):
 
     @property
     def traits(self) -> Traits:
-        """Traits of a rule by losses; with q > 0 also of one that divides by the length of steps."""
+        """Traits of a rule by losses; with q > 0 also of a rule that divides by the length of steps."""
         return super().traits | BY_STEPS if self.q > 0 else super().traits
 
     def of_clients(self, optimizer: Optimizer) -> QFedAvg:
