@@ -86,8 +86,9 @@ def log_round(
     trainer.logged_metrics.update(tensors)
     trainer.progress_bar_metrics.update({name: values[name] for name in in_progress_bar})
     shown = {name: value for name, value in values.items() if name not in twins}
-    shown["epoch"], step = trainer.current_epoch, trainer.global_step - 1
+    shown["epoch"] = trainer.current_epoch
     for logger in trainer.loggers:
+        step = trainer.global_step - 1
         # a subclass may override log_metrics, and a report shadows it
         is_stock = getattr(type(logger), "log_metrics", None) is TensorBoardLogger.log_metrics
         if is_stock and "log_metrics" not in vars(logger):

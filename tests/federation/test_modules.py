@@ -388,7 +388,11 @@ class BadLoss(ToyModule):
         (ToyModule(), GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler"),
         (ToyModule(), StochasticWeightAveraging(1e-2), "StochasticWeightAveraging"),
         (ToyModule(), LearningRateFinder(), "LearningRateFinder"),
-        (ToyModule(), EMAWeightAveraging(decay=0.9), "should_update true for an epoch_idx"),
+        (
+            ToyModule(),
+            EMAWeightAveraging(decay=0.9),
+            "should_update that returns True for an epoch_idx",
+        ),
         (ToyModule(), BatchSizeFinder(), "BatchSizeFinder"),
     ],
     ids=lambda value: type(value).__name__,

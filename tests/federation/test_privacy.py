@@ -337,7 +337,7 @@ def test_what_ε_does_not_cover_is_named():
     with pytest.warns(UserWarning, match="privacy") as caught:
         run(1, module=module, data=data, privacy=private(delta=0.5))
     said = " ".join(str(warning.message) for warning in caught)
-    for word in ("norms of clients", "batch norm", "1 / 6 clients", "seed"):
+    for word in ("norms of clients", "batch norm", "1 / 6 (clients)", "seed"):
         assert word in said
     assert float(module.net[1].running_var.sub(1).abs().max()) == 0  # it did not move
 

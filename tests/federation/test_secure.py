@@ -159,7 +159,7 @@ def test_attackers_that_look_at_single_updates_are_refused_at_construction():
 
 def test_buffers_masks_of_their_own_and_overflow_are_refused_at_the_start():
     with pytest.raises(
-        ConfigurationError, match=r"16 entries in buffers .* use group or layer norm"
+        ConfigurationError, match=r"16 entries of buffers .* use group or layer norm"
     ):
         run(SecureMean(), module=lambda: ToyModule(batch_norm=True))
     with pytest.raises(ConfigurationError, match="masks of their own"):

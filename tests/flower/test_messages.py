@@ -86,7 +86,7 @@ def test_a_view_travels_as_what_it_shows_and_what_arrives_shares_no_memory():
         ({"counted": {2: 1}}, r"clients \[4\] are to train and not in it"),
         ({"counted": {2: 8, 4: 0}}, "client 2 must be a whole number, at least -1 and at most 7"),
         ({"options": {"lr": float("nan")}}, "options.lr is nan"),
-        ({"options": {"betas": (0.9, 0.99)}}, "options.betas is of the type tuple.*give a list"),
+        ({"options": {"betas": (0.9, 0.99)}}, "options.betas has the type tuple.*use a list"),
         ({"options": {"x": {1: 2}}}, "a name in options.x must be a text"),
         ({"options": {"x": "\ud800"}}, "cannot be encoded"),
         ({"tensors": {"weights": torch.ones(1)}}, "are model and stage"),
@@ -184,7 +184,7 @@ def test_an_order_is_no_answer():
         (lambda d: d | {"counted": [[2, 1], [4, 1], [4, 1]]}, "counted must be of different"),
         (lambda d: d | {"counted": [[4, 1], [2, 1]]}, "canonical form"),
         (lambda d: d | {"counted": [["2", 1], [4, 1]]}, "counted must be of different"),
-        (lambda d: [d], "are no mapping"),
+        (lambda d: [d], "must be a mapping"),
     ],
 )
 def test_a_forged_document_is_refused(change, said):
