@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from fl_lightning.client.corrections.drift import Scaffold as Scaffold
     from fl_lightning.client.corrections.losses import FedLC as FedLC
     from fl_lightning.client.corrections.losses import Moon as Moon
-    from fl_lightning.client.personal.beside import APFL as APFL
-    from fl_lightning.client.personal.beside import Ditto as Ditto
-    from fl_lightning.client.personal.beside import FineTuned as FineTuned
-    from fl_lightning.client.personal.personalisation import Personal as Personal
+    from fl_lightning.client.personal import APFL as APFL
+    from fl_lightning.client.personal import Ditto as Ditto
+    from fl_lightning.client.personal import FineTuned as FineTuned
+    from fl_lightning.client.personal import Personal as Personal
     from fl_lightning.core.errors import ClientFailure as ClientFailure
     from fl_lightning.core.errors import ConfigurationError as ConfigurationError
     from fl_lightning.core.errors import RoundFailure as RoundFailure

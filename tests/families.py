@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import fl_lightning as fl
 from fl_lightning import client, data, server, sparsity, updates
 from fl_lightning.client import Correction, Speeds
-from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.personal import Personalisation
 from fl_lightning.data import Availability, Cohort, Partition, Poison
 from fl_lightning.privacy.mechanism import Budgeted
 from fl_lightning.server import Aggregator, Forgery, Staleness

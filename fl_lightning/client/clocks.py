@@ -1,4 +1,4 @@
-"""Clocks of asynchronous training, which say when clients finish: by virtual time, or as recorded in a file.
+"""Clocks of asynchronous training: when clients finish, by simulated durations or as recorded in a file.
 
 A run over a network writes a table of arrivals; a simulation can replay the order in that table.
 """
@@ -17,12 +17,12 @@ from fl_lightning.client.devices import WorkResult
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 
-# Maps a client and the number of its start to the result of its work.
+# Maps a client id and the number of the client's start to the result of its work.
 ResultOf = Callable[[int, int], WorkResult]
 
 
 class StartedClient(NamedTuple):
-    """A client that has started and not yet finished.
+    """A client at work: it has started and not yet finished.
 
     Attributes:
         client: client id.
@@ -52,7 +52,7 @@ class FinishedClient(NamedTuple):
 
 
 class VirtualClock:
-    """Clock of virtual time: a client finishes after the duration that its device needs.
+    """Clock of virtual time: clients finish after simulated durations.
 
     Args:
         result_of: returns the duration of a client's work, and whether its update arrives.
@@ -67,7 +67,7 @@ class VirtualClock:
         self.now = 0.0
 
     def start(self, visit: StartedClient) -> None:
-        """Start a client's work, and compute when it ends."""
+        """Start a client, and compute when it finishes."""
         result = self._result_of(visit.client, visit.number)
         ended = FinishedClient(visit.client, visit.version, result.seconds, result.is_lost)
         heapq.heappush(self._at_work, (self.now + result.seconds, visit.number, ended))
@@ -82,12 +82,12 @@ class VirtualClock:
 
 
 class RecordedClock:
-    """Clock that replays recorded arrivals; after the last of these, a function names the next client to finish.
+    """Clock that replays recorded arrivals, and then waits for further ones.
 
     Args:
         record: arrivals in order; later ones are appended.
-        next_ended: returns the next client to finish, given the clients at work; called when the record
-            is used up.
+        next_ended: waits for and returns the next client to finish, given the clients at work; called
+            after the end of the record.
 
     Example:
         >>> clock = RecordedClock([FinishedClient(1, 0, 2.0)], lambda at_work: FinishedClient(at_work[0].client, 0, 3.0))
@@ -108,11 +108,11 @@ class RecordedClock:
         self.now = 0.0
 
     def start(self, visit: StartedClient) -> None:
-        """Start a client's work."""
+        """Start a client."""
         self._at_work[visit.client] = visit, self.now
 
     def wait(self) -> list[FinishedClient]:
-        """Return the clients that finish next.
+        """Return the client that finishes next, in a list.
 
         Raises:
             ConfigurationError: if the record names a client that is not at work.
@@ -124,8 +124,9 @@ class RecordedClock:
         visit, began = self._at_work.pop(ended.client, (None, 0.0))
         if visit is None or visit.version != ended.version:
             raise ConfigurationError(
-                f"the recorded order of arrival does not fit: client {ended.client} is not at work from "
-                f"version {ended.version}. Use seed, asynchronous and num_clients of the run that wrote it"
+                f"federation.devices: the recorded arrivals are of another run: client {ended.client} is not at "
+                f"work from version {ended.version}. Use seed, asynchronous and num_clients of the run that wrote "
+                f"the file"
             )
         self.now = max(self.now, began + ended.seconds)
         return [ended]
@@ -140,7 +141,7 @@ _COLUMNS = ["round", "client", "version", "seconds", "lost"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordedArrivals:
-    """Replays the order in which updates arrived in an earlier run over a network.
+    """Replays the order in which updates arrived in an earlier asynchronous run over a network.
 
     Args:
         file: path of ``arrivals.csv`` in the folder of the earlier run.
@@ -151,7 +152,7 @@ class RecordedArrivals:
 
     is_recorded: ClassVar[bool] = True
     traits: ClassVar[Traits] = Traits(
-        needs={Trait.SIMULATION: "simulates a run that has been"},
+        needs={Trait.SIMULATION: "replays an earlier run"},
         instead={Trait.SIMULATION: "leave devices out"},
     )
 
@@ -165,15 +166,15 @@ class RecordedArrivals:
         try:
             with Path(self.file).open(newline="") as file:
                 return [_read(row) for row in csv.DictReader(file)]
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
             raise ConfigurationError(
-                f"devices: {self.file} is no record of arrivals ({error!r}): use the {FILE} that a run over "
-                "a network has written"
+                f"RecordedArrivals: file must be the {FILE} of an asynchronous run over a network, and "
+                f"{self.file} is no record of arrivals ({error!r}): give the path of that file"
             ) from None
 
 
 def write_arrivals(path: Path, ended: Sequence[FinishedClient], buffer_size: int) -> None:
-    """Write a table of arrivals, with the round in which each update counted.
+    """Write a table of arrivals, with the round to which each update was added.
 
     Args:
         path: path of the table.

@@ -1,13 +1,13 @@
 """Simulated devices: the virtual time of a client's local steps, deadlines, and lost updates.
 
-    t_k = latency + K_k s_k exp(jitter ε)            ε ~ N(0, 1) of this client and round
+    t_k = latency + K_k s_k exp(jitter ε)            K_k: local steps of client k
     late (t_k > deadline):  the client sends its first ⌊(deadline - latency) / (step time)⌋ steps, or
                             nothing
     lost:                   with probability drop_rate the client sends nothing
 
+s_k: seconds per local step, drawn once in a run (`Speeds`); ε ~ N(0, 1), drawn per client and round.
 No process waits: times are computed, so that accuracy can be plotted over simulated time.
 Partial work counts as in FedProx (Li et al. 2020, 1812.06127, section 3), by ``num_steps`` in FedNova.
-s_k: seconds for a local step, drawn once in a run (`Speeds`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class WorkResult:
     """Result of a client's local steps on its device.
 
     Attributes:
-        num_steps: number of local steps that the client completes.
-        seconds: virtual time until the server has the update, or stops waiting for it.
+        num_steps: number of local steps whose update the server gets.
+        seconds: virtual seconds until the server gets the update, or stops waiting for it.
         is_lost: whether the server gets no update.
     """
 
@@ -40,7 +40,7 @@ class WorkResult:
 
 
 _OF_TIME = Traits(
-    needs={Trait.SIMULATION: "simulates how fast clients are, and sites are as fast as they are"},
+    needs={Trait.SIMULATION: "simulates the speed of clients, and remote sites have their own"},
     instead={
         Trait.SIMULATION: "leave devices out, and say with network run --deadline how many seconds the "
         "server waits"
@@ -58,13 +58,13 @@ class Devices(Ranged):
     """Speed and reliability of the clients' devices, and the deadline of a round.
 
     Args:
-        speeds: seconds for a local step of each client.
+        speeds: seconds per local step of each client.
         latency: seconds for download and upload in each client's round, ≥ 0.
         jitter: standard deviation of the logarithm of a client's speed over rounds, ≥ 0.
-        drop_rate: probability that a client's update never comes, in [0, 1).
+        drop_rate: probability that a client's update is lost, in [0, 1).
         deadline: seconds after which the server stops waiting, > latency; None waits for all clients.
-        late: treatment of a client that cannot finish in time: ``partial`` sends the steps that it
-            completed, ``drop`` sends nothing. A client without a completed step sends nothing.
+        late: what a client sends that cannot finish in time: ``partial`` for the update of its completed
+            steps, ``drop`` for nothing. A client without a completed step sends nothing.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -103,8 +103,8 @@ class Devices(Ranged):
         super().__post_init__()
         if self.deadline is not None and not self.latency < self.deadline < math.inf:
             raise ConfigurationError(
-                f"Devices: deadline must be longer than the latency of {self.latency} s, got {self.deadline}: "
-                "null waits for everybody"
+                f"Devices: deadline must be finite and longer than the latency of {self.latency} s, got "
+                f"{self.deadline}: increase it, or set it to null to wait for all clients"
             )
 
 
@@ -128,7 +128,7 @@ class Fleet:
         Args:
             client: client id.
             num_steps: planned local steps, ≥ 1.
-            draw: number that distinguishes the random draws of this work, e.g. the round.
+            draw: number that identifies the random draws, e.g. the round.
         """
         devices = self.devices
         step, is_lost = float(self._seconds[client]), False
@@ -138,12 +138,12 @@ class Fleet:
             is_lost = bool(generator.random() < devices.drop_rate)
         seconds = devices.latency + num_steps * step
         if devices.deadline is not None and seconds > devices.deadline:
-            # what fits but for rounding does fit
+            # not one step fewer because of rounding
             managed = math.floor((devices.deadline - devices.latency) / step * (1 + 1e-12))
             if devices.late == "drop" or not managed:
                 return WorkResult(0, devices.deadline, is_lost=True)
             num_steps, seconds = managed, devices.latency + managed * step
-        if is_lost:  # the server does not know this, and waits as long as for other clients
+        if is_lost:  # the server does not know, and waits until the deadline
             waited = seconds if devices.deadline is None else devices.deadline
             return WorkResult(0, waited, is_lost=True)
         return WorkResult(num_steps, seconds, is_lost=False)
@@ -156,20 +156,23 @@ class Speeds(Protocol):
     """A distribution of step times over the clients' devices."""
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
-        """Return the seconds of a local step on each device, > 0, shape (num_clients,); a pure function."""
+        """Return the seconds per local step of each client, > 0, shape (num_clients,).
+
+        Equal arguments must give equal results.
+        """
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LogNormalSpeeds(Ranged):
-    """Devices whose step times are log-normal: many alike, a few very slow.
+    """Log-normal step times: most devices are similar, a few very slow.
 
     Source of the shape: measured phones, e.g. Lai et al. 2022, FedScale (2105.11367), figure 2.
 
     Args:
         median: median of the step time in seconds, > 0.
-        sigma: standard deviation of the step time's logarithm, ≥ 0. With 0 all devices are equal; with
-            1, one device in six takes more than 2.7 times the median.
+        sigma: standard deviation of the step time's logarithm, ≥ 0. With 0 all devices are equally fast;
+            with 1 one device in six takes more than 2.7 times the median.
 
     Example:
         >>> LogNormalSpeeds(median=2.0, sigma=0.0).seconds_per_step(3, seed=0)
@@ -185,7 +188,7 @@ class LogNormalSpeeds(Ranged):
     }
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
-        """Return seconds for a local step, shape (num_clients,)."""
+        """Return the seconds per local step of each client, shape (num_clients,)."""
         draws = numpy_generator(seed, "speeds").standard_normal(num_clients)
         seconds: Seconds = self.median * np.exp(self.sigma * draws)
         return seconds
@@ -194,7 +197,7 @@ class LogNormalSpeeds(Ranged):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SpeedTiers:
-    """Devices of a few kinds, each with its step time.
+    """A few kinds of devices, each with its step time.
 
     Args:
         seconds: step time of each kind, each > 0.
@@ -218,7 +221,7 @@ class SpeedTiers:
             )
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
-        """Return seconds for a local step, shape (num_clients,); shares are rounded to whole clients."""
+        """Return the seconds per local step of each client, shape (num_clients,); shares are rounded to whole clients."""
         shares = np.ones(len(self.seconds)) if self.shares is None else np.array(self.shares)
         edges = np.cumsum(shares) / shares.sum() * num_clients
         kinds = np.searchsorted(edges, np.arange(num_clients) + 0.5)
@@ -229,11 +232,11 @@ class SpeedTiers:
 @final
 @dataclass(frozen=True)
 class GivenSpeeds:
-    """Devices with given step times, e.g. measured ones.
+    """Given step times, e.g. measured ones.
 
     Args:
-        seconds: step time of each client in turn, each > 0; repeated if the number of clients is a
-            multiple of the list's length.
+        seconds: step time of each client in seconds, > 0. The list is repeated if the number of clients
+            is a multiple of its length.
 
     Example:
         >>> GivenSpeeds([1.0, 3.0]).seconds_per_step(4, seed=0)
@@ -246,11 +249,11 @@ class GivenSpeeds:
         _check_seconds("GivenSpeeds", self.seconds)
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
-        """Return seconds for a local step, shape (num_clients,)."""
+        """Return the seconds per local step of each client, shape (num_clients,)."""
         if num_clients % len(self.seconds):
             raise ConfigurationError(
-                f"federation.devices: GivenSpeeds has seconds of {len(self.seconds)} devices, and there are "
-                f"{num_clients} clients: give one number each, or a number that divides theirs"
+                f"federation.devices: GivenSpeeds: seconds must have one number per client, or a number of "
+                f"entries that divides the {num_clients} clients, got {len(self.seconds)} entries"
             )
         return np.resize(np.array(self.seconds, dtype=np.float64), num_clients)
 
@@ -258,5 +261,5 @@ class GivenSpeeds:
 def _check_seconds(owner: str, seconds: list[float]) -> None:
     if not seconds or not all(0 < s < np.inf for s in seconds):
         raise ConfigurationError(
-            f"{owner}: seconds must be greater than 0 and finite, at least one number, got {seconds}"
+            f"{owner}: seconds must be one number or more, each greater than 0 and finite, got {seconds}"
         )

@@ -1,11 +1,11 @@
-"""Number of gradients that a client's local steps add up to: FedNova's ‖a‖₁.
+"""Effective number of gradient steps of a client's local training: FedNova's ‖a‖₁.
 
     Δ = η Σ_t a_t g_t,      ‖a‖₁ = Σ_t a_t
 
 For K plain steps ‖a‖₁ = K; with momentum ρ it is [K - ρ(1 - ρ^K)/(1 - ρ)]/(1 - ρ), with a pull μ
 towards the start [1 - (1 - ημ)^K]/(ημ). In general ‖a‖₁ is the distance of K steps under a gradient of
-1, divided by η. We take these steps on one number, which also covers dampening, Nesterov's momentum
-and any combination. Weight decay counts as part of the gradient.
+1, divided by η. We simulate these steps on one number, which covers dampening, Nesterov's momentum and
+any combination as well. Weight decay counts as part of the gradient.
 
 Source: Wang et al. 2020, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization", section 4.1 and appendix.
@@ -30,11 +30,11 @@ Steps = int | Sequence[int]
 
 
 class LocalSolver:
-    """Computes how many gradients local steps add up to (‖a‖₁), from the options of the clients' optimizers.
+    """Computes the effective number of gradient steps ‖a‖₁ from the options of the clients' optimizers.
 
     Args:
-        optimizers: one or several; their options are read at every call.
-        pull: strength of the correction's pull towards the start, ≥ 0.
+        optimizers: one or several optimizers, whose current options are read at every call.
+        pull: strength μ of a correction's pull towards the start, ≥ 0.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -54,14 +54,14 @@ class LocalSolver:
         sizes = {steps for _, steps in self._by_group(num_steps)}
         if len(sizes) > 1:
             raise ConfigurationError(
-                "the parameter groups of the clients' optimizer add up gradients differently: give "
-                "them the same momentum, dampening and nesterov, and the same learning rate if a "
-                "correction pulls"
+                "the parameter groups of the clients' optimizer have different effective numbers of steps: give "
+                "them the same momentum, dampening and nesterov, and with FedProx or FedDyn the same learning "
+                "rate"
             )
         return sizes.pop()
 
     def travels(self, num_steps: Steps) -> list[float]:
-        """Return learning rate times number of summed gradients, η ‖a‖₁, of every parameter group.
+        """Return learning rate times effective number of steps, η ‖a‖₁, of every parameter group.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD.
@@ -97,7 +97,7 @@ class LocalSolver:
         for optimizer in self._optimizers:
             if type(optimizer) not in (SGD, SparseSGDM):
                 raise ConfigurationError(
-                    f"the steps of {type(optimizer).__name__} are no sum of gradients: use "
+                    f"the steps of {type(optimizer).__name__} are no weighted sum of gradients: use "
                     "torch.optim.SGD"
                 )
         counts = [num_steps] * len(self._optimizers) if isinstance(num_steps, int) else num_steps
@@ -117,12 +117,12 @@ class LocalSolver:
 def _distance(
     num_steps: int, momentum: float, dampening: float, nesterov: bool, pull: float
 ) -> float:
-    """Distance that SGD moves in a number of steps under a gradient of 1, divided by η.
+    """Return the distance of a number of SGD steps under a gradient of 1, divided by η.
 
     Args:
         num_steps: number of steps, ≥ 1.
         momentum: ρ.
-        dampening: share of each new gradient that the momentum leaves out, except in the first step.
+        dampening: τ, the share of every new gradient but the first that the momentum leaves out.
         nesterov: use Nesterov's momentum.
         pull: η μ.
     """

@@ -13,27 +13,24 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 
-# A batch and the number of examples in it.
+# A batch and its number of examples.
 SizedBatch = tuple[Any, int]
-# Takes one optimizer step on one batch, or on several with accumulated gradients, given the number of the
-# step in the client's round. Returns the mean loss, detached; None if the training step skipped the batch.
+# Takes one optimizer step on one batch, or on several with accumulated gradients. The second argument is the
+# index of the step in the client's round. Returns the mean loss, detached; None if the step was skipped.
 LocalStep = Callable[[Sequence[SizedBatch], int], Tensor | None]
 
 
 class PlainStep:
     """The local step of a LightningModule in full precision, without a Trainer.
 
-    The module's ``training_step`` returns the loss; ``self.log`` must be that of ``collector``, see
-    `LogCollector.listening_to`.
-
     Args:
-        module: the LightningModule.
+        module: the LightningModule, inside `LogCollector.listening_to`.
         optimizer: optimizer that steps once per local step.
-        collector: collector of logged values, which gets the batch sizes.
+        collector: collector of logged values; its batch size is set before every step.
 
     Attributes:
-        term: term added to the gradients, or None.
-        contrast: function from a batch to a term added to the loss, or None.
+        term: term of a correction that is added to the gradients, or None.
+        contrast: computes a term that is added to the loss from a batch, or None.
     """
 
     def __init__(self, module: Any, optimizer: Optimizer, collector: LogCollector) -> None:

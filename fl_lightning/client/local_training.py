@@ -1,12 +1,12 @@
-"""One client's round: start from the global model, take local steps, send the difference.
+"""One client's round: start from the global model, take local steps, return the difference.
 
     y ← x;   for each local step: y ← y - η_l g(y);   Δ = x - y
 
 Source: McMahan et al. 2017, Algorithm 1, ClientUpdate. The delta is the pseudo-gradient of
 Reddi et al. 2021 with the sign that lets the server optimizer descend it.
 
-The model, the optimizer and their memory are reused from client to client, and no value leaves the device
-before the client has finished.
+All clients train in the same module and optimizers. No value is copied from the device before a client has
+finished.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ class LocalTrainer:
     """Trains clients one after the other in one module.
 
     Args:
-        module: the model; between clients it holds the state after the last client, see `restore`.
-        optimizers: one or several optimizers over the module's parameters; their state starts empty for
-            every client.
+        module: the model; after a client it has that client's final values until `restore`.
+        optimizers: one or several optimizers over the module's parameters; their state is empty when a
+            client starts.
         step: function that takes one local step.
-        collector: collector of the values that the step logs.
+        collector: collects the values that the step logs.
         schedules: learning-rate schedules, see `RoundStart`.
         by_step: schedules that count local steps, or None.
         scaler: gradient scaler of fp16, or None.
         by_hand: whether the local step itself steps the optimizers, any number of times, and may freeze
             parameters temporarily.
-        ignore: names of attributes of the module that are not restored, see `Attributes`.
+        ignore: names of the module's attributes that are not restored, see `Attributes`.
 
     Attributes:
         space: layout of the trainable shared parameters.
         buffers: layout of the shared state, see `GlobalModel`.
-        state_names: names of the tensors in the shared state; None until `set_state`, which stands for
-            all floating-point buffers.
-        keeps_lists: whether items that the last client appended to the module's lists are kept for
-            `show_lists`, because the client's update is used.
+        state_names: names of the tensors in the shared state; None for all floating-point buffers.
+        keeps_lists: whether `show_lists` includes the items that the last client appended to the module's
+            lists; set for clients whose updates are used, and reset by `restore`.
         personal: layout of the personal tensors, see `set_personal`.
         personal_end: personal tensors of the last client after its training, shape (o,).
-        round_start: options of the optimizers, also by local step, and the scale of fp16 losses.
+        round_start: options of the optimizers at the start of the round, and the scale of fp16 losses.
         tensors: record of the module's tensors and their memory.
         masks: masks of the optimizers, which define `space`.
-        counts_steps: whether updates contain `ClientUpdate.optimizer_steps`; plain means do not need it.
-        check_loss: raises ClientFailure if the server cannot use the loss of an update; None if it reads none.
+        counts_steps: whether to count `ClientUpdate.optimizer_steps`, which plain means do not need.
+        check_loss: raises ClientFailure for an update whose loss the server cannot use; None if the server
+            uses no loss.
 
     Example:
         >>> from torch import nn
@@ -113,17 +113,17 @@ class LocalTrainer:
         self._optimizer_steps = OptimizerSteps(self._optimizers, by_hand=by_hand)
         self.round_start = RoundStart(self._optimizers, schedules, by_step, scaler)
         self._step = step
-        self._in_hand: Sequence[SizedBatch] = ()  # batches of the current step
+        self._in_hand: Sequence[SizedBatch] = ()  # the current step's, for messages
         self.counts_steps = True
         self.check_loss: Callable[[ClientUpdate], None] | None = None
         self.set_personal(())
 
     def set_personal(self, names: Sequence[str], *, beside: bool = False) -> None:
-        """Make tensors personal: every client keeps its own.
+        """Set which tensors are personal: each client has its own values, which are never sent.
 
         Args:
             names: names of parameters and buffers.
-            beside: whether the personal tensors are a second model besides the shared one; if not, they
+            beside: whether the personal tensors are a second model beside the shared one; if not, they
                 are no part of the shared model, and the global model keeps the module's current values.
         """
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
@@ -136,7 +136,7 @@ class LocalTrainer:
         self.start_round()
 
     def set_state(self, names: Sequence[str]) -> None:
-        """Set the names of the buffers and frozen parameters that form the clients' shared state."""
+        """Set which buffers and frozen parameters are the shared state: clients change them, the server averages."""
         self.state_names = list(names)
         self.buffers = self._state_space()
         self.start_round()
@@ -148,7 +148,7 @@ class LocalTrainer:
 
     @property
     def integer_start(self) -> dict[str, Tensor]:
-        """Integer buffers with which every client of the round starts, by name."""
+        """Integer buffers at the start of the round, by name."""
         named = self._module.named_buffers()
         names = [name for name, buffer in named if not is_number(buffer)]
         return dict(zip(names, self._integers, strict=False))  # frozen parameters follow
@@ -160,11 +160,11 @@ class LocalTrainer:
 
     @property
     def keeps_apart(self) -> bool:
-        """True if clients have personal tensors that are no part of the shared model."""
+        """True if personal tensors are no part of the shared model."""
         return bool(self._apart)
 
     def load_personal(self, personal: Tensor | None) -> None:
-        """Start the next clients with these personal tensors, shape (o,); None for the global model's."""
+        """Set the personal tensors of the next clients, shape (o,); None for those of the global model."""
         self._loaded = personal
 
     def renew_space(self) -> None:
@@ -177,10 +177,13 @@ class LocalTrainer:
         return GlobalModel(self.space.read(), self.buffers.read())
 
     def start_round(self, number: int = 0) -> None:
-        """Record the state of optimizers, integer buffers and attributes, from which every client of the round starts.
+        """Record optimizers, integer buffers and attributes, to which `restore` resets every client of the round.
 
         Args:
             number: number of the round.
+
+        Raises:
+            ConfigurationError: if a parameter was frozen or unfrozen since the run started.
         """
         self.tensors.restore_memory()
         self.tensors.note()
@@ -188,8 +191,8 @@ class LocalTrainer:
         if present != self.space.names:
             changed = sorted(set(present) ^ set(self.space.names))
             raise ConfigurationError(
-                f"{changed[0]} was frozen or unfrozen during the run: what clients and server exchange is "
-                "fixed when a run starts. Freeze before, or start another run."
+                f"{changed[0]} was frozen or unfrozen during the run, but clients and server exchange the same "
+                "parameters in every round: freeze it before the run, or start another run"
             )
         self.round_start.note(number)
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
@@ -203,15 +206,12 @@ class LocalTrainer:
         self._in_round, self._appended = True, []
 
     def show_lists(self) -> None:
-        """Append the items that clients of this round appended to the module's lists, in order.
-
-        The lists keep them until the next client trains, or until `restore`.
-        """
+        """Append to the module's lists what all clients of this round appended, in order, until the next `restore`."""
         if self._appended:
             append(self._appended)
 
     def end_round(self, model: GlobalModel) -> None:
-        """Restore the global model, and leave the module's attributes to hooks until the next round."""
+        """Restore the global model and advance schedules; hooks may change attributes until the next round."""
         self.restore(model)
         self.round_start.end()
         self.show_lists()
@@ -231,16 +231,16 @@ class LocalTrainer:
         self._optimizer_steps.check_one_rate()
 
     def restore(self, model: GlobalModel) -> None:
-        """Restore the global model, with personal parameters if set, and reset optimizers and fp16 scale.
+        """Load the global model and personal tensors, and reset attributes, optimizers and fp16 scale.
 
-        Inside a round the module's attributes are restored as well.
+        Attributes are reset only inside a round, from `start_round` to `end_round`.
         """
         if self._in_round and not self._attributes.is_same():
             appended = self._attributes.put_back()
             self._appended += appended if self.keeps_lists else []
         self.keeps_lists = False
         if self._loaded is None and self._personal_start is not None:
-            # ahead of the shared entries: a copy beside has those as well, and others that a mask freezes
+            # before the shared entries: a second model has those as well, and others that a mask freezes
             self.personal.write(self._personal_start)
         self.space.write(model.params)
         self.buffers.write(model.buffers)
@@ -267,12 +267,12 @@ class LocalTrainer:
             client_id: client id.
             num_examples: aggregation weight of the client.
             batches: for every local step one batch, or several to accumulate, with their sizes.
-            masks: the client's masks by parameter name, each a subset of the optimizer's mask of this
-                parameter; None for the optimizer's masks.
+            masks: the client's own masks by parameter name, subsets of the optimizer's masks; None for the
+                optimizer's masks.
 
         Raises:
-            ClientFailure: if a step raised (the cause), if there was no step, or if a loss or the delta
-                is not finite.
+            ClientFailure: if a step raised (the cause), if there was no step, or if a loss, the delta or a
+                personal tensor is not finite.
         """
         self.restore(start)
         active = None
@@ -313,7 +313,7 @@ class LocalTrainer:
             help_ = help_with_one_example(None, bad[:1])
             raise ClientFailure(client_id, failure.reason + help_) from None
         if self.personal_end.numel() and not bool(self.personal_end.isfinite().all()):
-            raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
+            raise ClientFailure(client_id, "its personal parameters contain NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
 

@@ -1,8 +1,8 @@
 """Collects the values that a module logs in local steps, and averages them per client.
 
 Lightning's own bookkeeping of one logged value costs about 0.4 ms, more than the whole step of a
-small model, and does not separate clients. While clients train, the module's ``log`` is this
-collector: it keeps each value with its batch size, and reduces once per client.
+small model, and does not separate clients. While clients train, a `LogCollector` replaces the module's
+``log``: it stores each value with its batch size, and reduces once per client.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoggedMetrics:
-    """States of logged torchmetrics objects, which add up over processes and sites.
+    """States of logged torchmetrics objects, to be merged over processes and sites.
 
     Attributes:
-        logged: name, name per epoch, and path in the module of every object; one may have several names.
-        states: state of every object by name, by path.
+        logged: (logged name, name per epoch, path in the module); one object may have several names.
+        states: states of each object by name, by path in the module.
     """
 
     logged: list[tuple[str, str, str]]
@@ -53,7 +53,10 @@ class LogCollector:
     """Replacement of ``module.log`` that collects values while clients train.
 
     Attributes:
-        batch_size: number of examples in the next step, by which its values are weighted.
+        batch_size: number of examples in the current batch, the default weight of its values.
+        epoch_names: names in a client's metrics, by the name that the module logs.
+        prog_bar: names of values for the progress bar.
+        reductions: reductions of the clients' values (sum, min, max), by name; the mean for other names.
 
     Example:
         >>> collector = LogCollector()
@@ -80,7 +83,7 @@ class LogCollector:
 
     @contextmanager
     def not_listening_to(self, module: nn.Module) -> Iterator[None]:
-        """Make ``module.log`` the module's own method again inside this block, e.g. for an evaluation within `listening_to`."""
+        """Restore the module's own ``log`` inside this block, e.g. for an evaluation within `listening_to`."""
         before = module.__dict__.pop("log", None)
         try:
             yield
@@ -90,8 +93,8 @@ class LogCollector:
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Restores the collector's state when the block ends."""
-        # the same objects afterwards: others read them
+        """Discard the values logged inside the block, and restore the collector's state afterwards."""
+        # in place: other objects refer to these dicts
         known: list[dict[str, Any]] = [self.epoch_names, self._reductions, self._metrics]
         before, in_bar = [dict(names) for names in known], set(self.prog_bar)
         try:
@@ -181,7 +184,7 @@ class LogCollector:
     def collect(self) -> dict[str, Tensor]:
         """Return one scalar per name, reduced over the steps since the last call, and clear the values.
 
-        A mean with another weight than the number of examples has a second scalar, see `PER_EXAMPLE`.
+        A mean whose weight is not the number of examples comes with a second scalar, see `PER_EXAMPLE`.
         """
         values, self._values = self._values, {}
         sizes, self._sizes = self._sizes, {}
@@ -199,7 +202,7 @@ class LogCollector:
         self._sizes.clear()
 
     def forget(self) -> None:
-        """Discard all logged values and the list of torchmetrics objects, which keep their states."""
+        """Discard all logged values, and the list of logged torchmetrics objects but not their states."""
         self.discard()
         self._metrics.clear()
 
@@ -216,14 +219,14 @@ class LogCollector:
     def check_metrics(self, module: nn.Module) -> None:
         """Raise ConfigurationError for a logged torchmetrics object that is no part of the module.
 
-        The examples of clients that fail, and of trials, are taken out of parts of the module alone.
+        Examples of failed clients and of trials can be removed only from objects that are parts of it.
         """
         parts = set(map(id, module.modules()))
         for name, metric in self._metrics.items():
             if id(metric) not in parts:
                 raise ConfigurationError(
                     f"self.log({name!r}, …) in training_step: the torchmetrics object must be a part of the "
-                    "module, an attribute set in __init__, or in an nn.ModuleDict or nn.ModuleList"
+                    "module: set it as an attribute in __init__, or put it into an nn.ModuleDict or nn.ModuleList"
                 )
 
     def collect_metrics(self, module: nn.Module | None = None) -> dict[str, float]:
@@ -232,7 +235,7 @@ class LogCollector:
         Each value is the metric of the pooled examples since the last call, not a mean over clients.
 
         Args:
-            module: the module whose parts they must be, see `check_metrics`; None for any.
+            module: the module for `check_metrics`; None to skip this check.
         """
         values = {}
         if module is not None and self._metrics:
@@ -245,14 +248,14 @@ class LogCollector:
         return values
 
     def metric_states(self, module: nn.Module) -> LoggedMetrics:
-        """Return the states of the logged torchmetrics objects that are parts of a module."""
+        """Return the states of logged torchmetrics objects; objects that are no parts of the module are left out."""
         paths = {id(child): path for path, child in module.named_modules()}
         inside = {n: metric for n, metric in self._metrics.items() if id(metric) in paths}
         logged = [(n, self.epoch_names[n], paths[id(metric)]) for n, metric in inside.items()]
         return LoggedMetrics(logged, {paths[id(m)]: dict(m.metric_state) for m in inside.values()})
 
     def pool_metrics(self, parts: Sequence[LoggedMetrics], module: nn.Module) -> None:
-        """Merge states into the torchmetrics objects of a module, which count as logged."""
+        """Merge states from `metric_states` into the torchmetrics objects of a module, and register these."""
         for name, epoch_name, place in sorted({entry for part in parts for entry in part.logged}):
             self.add_metric(name, epoch_name, module.get_submodule(place))  # type: ignore[arg-type]
         for place in sorted({place for part in parts for place in part.states}):
@@ -271,7 +274,7 @@ def _reduced(reduction: str, logged: list[tuple[Tensor | float, int]]) -> Tensor
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Weighted mean of scalars, a float32 scalar on their device.
+    """Return the weighted mean of scalars, a float32 scalar on their device.
 
     Example:
         >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [1, 2])

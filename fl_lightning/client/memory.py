@@ -1,10 +1,10 @@
-"""Memories of clients from round to round: vectors by name and client.
+"""Vectors that clients keep from round to round, e.g. SCAFFOLD's control variates, by name and client.
 
-They are kept in RAM up to a limit, and beyond it in memory-mapped files. A vector that is stored during
-a round counts from the end of the round, so a round that fails or is trained again changes nothing.
+They are stored in RAM up to a limit, and beyond it in memory-mapped files. A vector that is stored during
+a round replaces the former one at the end of the round, so a round that fails changes nothing.
 
-A file is named after its content, BLAKE2b(dtype, bytes), and never changed. So an existing file need not
-be written again, and a damaged or exchanged file is detected.
+A file's name is a hash of its content, BLAKE2b(dtype, bytes), and a file is never changed. So an existing
+file need not be written again, and a damaged or exchanged file is detected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 
 Key = tuple[str, int]  # name and client id
-# Up to this size memories are stored in the checkpoint's own file, above it in files beside it.
+# Vectors of up to this total size are stored in the checkpoint's own file, more in files beside it.
 INSIDE_CHECKPOINT_BYTES = 64 * 2**20
 
 
@@ -57,12 +57,11 @@ class _Entry:
 
 
 class ClientMemory:
-    """The memories of all clients.
+    """Vectors of all clients, by name and client.
 
     Args:
-        ram_bytes: largest total size of vectors in RAM; further vectors are written to files.
-        folder: returns the folder for files, called before the first is written. Files that are not
-            needed any more are deleted.
+        ram_bytes: largest total size in bytes of vectors in RAM; further vectors are written to files.
+        folder: returns the folder of the files, which are deleted when they are not needed any more.
 
     Attributes:
         files_of_checkpoint: files that the last `state_dict` refers to.
@@ -113,28 +112,28 @@ class ClientMemory:
 
     @property
     def waiting_clients(self) -> frozenset[int]:
-        """Clients with vectors that were put since the last `commit`."""
+        """Ids of the clients with vectors that were put since the last `commit`."""
         return frozenset(client for _, client in self._new)
 
     def discard(self, client: int | None = None) -> None:
-        """Discard vectors from `put` that were not committed, of one client or of all."""
+        """Discard vectors that were put since the last `commit`, of one client or of all."""
         for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._new.pop(key))
         self._delete_unused()
 
     def commit(self, client: int | None = None) -> None:
-        """Replace current vectors by those from `put`, for one client or for all."""
+        """Replace current vectors by those that were put since the last `commit`, of one client or of all."""
         for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._present.get(key))
             self._present[key] = self._new.pop(key)
         self._delete_unused()
 
     def relocate(self, name: str, positions: Tensor) -> None:
-        """Rearrange the current vectors of a name to new coordinates; new entries are 0.
+        """Rearrange the current vectors of a name after a change of masks.
 
         Args:
             name: name of the vectors.
-            positions: former index of each new coordinate, -1 for a new one, shape (k',).
+            positions: former index of each entry, shape (k',); -1 for a new entry, which is 0.
         """
         positions = positions.cpu()
         is_known, known = positions >= 0, positions.clamp(min=0)
@@ -155,11 +154,11 @@ class ClientMemory:
         self._delete_unused()
 
     def state_dict(self, *, inside: bool = True) -> dict[str, Any]:
-        """Return the current vectors, or the names of their files if they are large.
+        """Return the current vectors, or the names of their files.
 
         Args:
-            inside: return the vectors of any size. If false and they exceed 64 MB, the missing files are
-                written and their names returned.
+            inside: return the vectors themselves. If false and they exceed 64 MB, those in RAM are written
+                to files as well, and the names of the files are returned.
         """
         self.files_of_checkpoint = []
         num_bytes = sum(entry.num_bytes for entry in self._present.values())
@@ -168,7 +167,7 @@ class ClientMemory:
         return {"present": self._written(self._present)}
 
     def state_with_waiting(self) -> dict[str, Any]:
-        """Return the current vectors and those put since the last `commit`, which a site commits later."""
+        """Return the current vectors and those that were put since the last `commit`, for a site's own checkpoint."""
         return {"present": _contents(self._present), "new": _contents(self._new)}
 
     @property
@@ -184,7 +183,7 @@ class ClientMemory:
         Args:
             state: the saved state.
             folder: folder of the files that the state names.
-            adopt: link these files into the memory's own folder, so that they outlive the checkpoint.
+            adopt: link these files into this object's own folder, so that they outlive the checkpoint.
 
         Raises:
             ConfigurationError: if a file is missing or has another length.
@@ -246,7 +245,7 @@ SUFFIX = ".vector"
 
 @dataclass(frozen=True)
 class VectorFile:
-    """A file that holds one vector.
+    """A file with one vector.
 
     Attributes:
         path: path of the file.
@@ -290,7 +289,7 @@ class VectorFile:
         return self.path.is_file() and self.path.stat().st_size == self.num_bytes
 
     def linked(self, folder: Path) -> VectorFile:
-        """Link or copy the file into another folder, flush it to disk, and return the new file."""
+        """Link or copy the file into another folder, flush it to disk, and return the new `VectorFile`."""
         there = replace(self, path=folder / self.path.name)
         if not there.is_whole:
             folder.mkdir(parents=True, exist_ok=True)
@@ -314,16 +313,16 @@ class VectorFile:
     def check(self) -> None:
         """Raise ConfigurationError if the file is missing, or its content does not match its name."""
         if not self.is_whole:
-            state = "of another length" if self.path.exists() else "missing"
+            state = "has another length" if self.path.exists() else "is missing"
             raise ConfigurationError(
-                f"{self.path}, in which the checkpoint keeps a client's memory, is {state}: "
+                f"the checkpoint refers to {self.path}, a file with a client's state, which {state}: "
                 f"move a checkpoint together with the folder {self.path.parent.name} beside it"
             )
         content = np.memmap(self.path, dtype=np.uint8, mode="r")
         if _digest(self.dtype, content) != self.path.stem:
             raise ConfigurationError(
-                f"{self.path}, in which the checkpoint keeps a client's memory, was changed or damaged: "
-                "resume from another checkpoint"
+                f"the checkpoint refers to {self.path}, a file with a client's state, which was changed or "
+                "damaged: resume from another checkpoint"
             )
 
 

@@ -1,9 +1,8 @@
 """The clients' optimizers: inner optimizers, closures, numbers of steps, masks.
 
-Optimizers that are not torch's may hold another optimizer (SAM, Lookahead) with its own options and
-state, and may evaluate the loss several times by a closure. Some show this in the signature of ``step``,
-others fail without a closure: so every optimizer that accepts a closure gets one, as under Lightning.
-torch's optimizers except LBFGS, and our masked ones, need none.
+Optimizers that are not torch's may contain another optimizer (SAM, Lookahead) with its own options and
+state, and may evaluate the loss several times by a closure. As under Lightning, every optimizer that
+accepts a closure gets one. torch's optimizers except LBFGS, and our masked ones, need none.
 
 Steps are counted without waiting for the device (`OptimizerSteps`). A local step takes no optimizer step
 if ``training_step`` returned None to skip the batch, if a gradient scaler found gradients that are not
@@ -48,13 +47,13 @@ def and_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's ``step`` is defined in `torch.optim`."""
+    """Return whether an optimizer's ``step`` is defined in `torch.optim`."""
     step: Any = optimizer.step
     return str(getattr(step, "__module__", "")).startswith("torch.optim")
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step gets a closure that computes loss and gradients.
+    """Return whether an optimizer is stepped with a closure that computes loss and gradients.
 
     Example:
         >>> weights = [torch.nn.Parameter(torch.ones(1))]
@@ -72,7 +71,7 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether a step without a closure fails, because the parameter has no default."""
+    """Return whether an optimizer cannot step without a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -98,15 +97,15 @@ def stepped_with_closure(
 
 
 class OutermostSteps:
-    """Context in which functions are called before and after each step of some optimizers.
+    """Context that calls functions before and after each step of some optimizers.
 
-    A step of an inner optimizer inside a step of the outer one is not reported; a step that the inner
-    one takes by itself is reported as a step of the outer one.
+    The functions get the outer optimizer. If it steps an inner one within its step, they are called once;
+    if only the inner one steps, they are called as for a step of the outer one.
 
     Args:
         optimizers: the outer optimizers.
-        before: function called before a step with the outer optimizer; see `Before`.
-        after: function called after a step with the outer optimizer.
+        before: called before a step; see `Before`.
+        after: called after a step.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class OptimizerSteps:
             self._overflows[optimizer].append(overflow)
 
     def end_step(self, loss: Tensor | None) -> None:
-        """Count a local step, given its loss, if the optimizer took it."""
+        """Count the optimizers' steps in the local step that ended with this loss."""
         for optimizer in self._has_stepped:
             # private steps return no loss but have gradients; skipped steps have neither
             self._counts[optimizer] += loss is not None or _has_gradient(optimizer)
@@ -220,12 +219,12 @@ class OptimizerSteps:
                 raise ConfigurationError(
                     "SCAFFOLD's option II and NormalisedMean need one learning rate in all local steps "
                     f"of a round, and the model changes it while a client trains (from {low} to "
-                    f"{high}): change it between rounds, or use Scaffold(option='I') or Mean"
+                    f"{high}): change it between rounds, or use Scaffold with option I, or Mean"
                 )
 
     @property
     def taken(self) -> int | tuple[int, ...]:
-        """Number of steps of the optimizer, or a tuple for several optimizers."""
+        """Number of steps taken; a tuple of numbers if there are several optimizers."""
         totals = [
             count - (int(torch.stack(found).count_nonzero()) if found else 0)
             for count, found in zip(self._counts.values(), self._overflows.values(), strict=True)
@@ -246,8 +245,8 @@ class OptimizerMasks:
     """The masks of all optimizers of a module.
 
     Args:
-        module: the module, which names the parameters.
-        optimizers: optimizers over its parameters, some of which may be masked.
+        module: the module.
+        optimizers: optimizers over its parameters; some may be masked optimizers.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -256,15 +255,16 @@ class OptimizerMasks:
         self._noted: list[Any] = []
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
-        """Set each masked optimizer's masks, given masks by parameter name.
+        """Set the masks of parameters, by name, in their masked optimizers.
 
         Raises:
-            ConfigurationError: if no optimizer is a masked one.
+            ConfigurationError: if there is no masked optimizer.
         """
         if not self._masked:
             raise ConfigurationError(
-                f"masks need a masked optimizer, like SparseSGDM, and the module has "
-                f"{', '.join(type(each).__name__ for each in self._optimizers)}"
+                f"masks need a masked optimizer, and configure_optimizers returns "
+                f"{', '.join(type(each).__name__ for each in self._optimizers)}: return SparseSGDM or "
+                "SparseAdamW"
             )
         params = dict(self._module.named_parameters())
         given = {params[name]: mask.to(params[name].device) for name, mask in masks.items()}
@@ -274,7 +274,7 @@ class OptimizerMasks:
             optimizer.set_masks({p: mask for p, mask in given.items() if p in own})
 
     def active(self) -> dict[Tensor, Tensor]:
-        """Return the indices of the active entries, for each parameter with frozen entries.
+        """Return the indices of the entries that train, for each parameter with frozen entries.
 
         Raises:
             ConfigurationError: if an optimizer would move entries that another optimizer's mask freezes.
@@ -292,7 +292,7 @@ class OptimizerMasks:
         return active
 
     def note(self) -> None:
-        """Record the current masks, for `are_new`."""
+        """Record the current masks, with which `are_new` compares."""
         self._noted = self._present()
 
     @property

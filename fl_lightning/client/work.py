@@ -1,4 +1,4 @@
-"""The local work of clients in a round."""
+"""The examples and batches that clients train on in a round."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ClientWork(NamedTuple):
         sizes: number of examples in each batch, Σ sizes = n. A batch is a local step, unless several
             are accumulated.
         round_index: number of the round.
-        root_seed: seed of the run.
+        root_seed: root seed of the run.
     """
 
     client_id: int
@@ -42,7 +42,7 @@ class ClientWork(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """Seed of the global generators while the client trains, for dropout and augmentation."""
+        """Seed of the global random generators for the client's training (dropout, augmentation)."""
         return derive_seed(self.root_seed, "local training", self.round_index, self.client_id)
 
     def head(self, num_batches: int) -> ClientWork:
@@ -53,9 +53,9 @@ class ClientWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupWork(Sequence[ClientWork]):
-    """The local work of m clients, stored end to end; reads like a list of `ClientWork`.
+    """The local work of m clients in a few arrays; a sequence of `ClientWork`.
 
-    Building one `ClientWork` for each of hundreds of small clients would take longer than to train them.
+    Building a `ClientWork` for each of hundreds of small clients would take longer than to train them.
 
     Attributes:
         client_ids: client ids, shape (m,).
@@ -64,7 +64,7 @@ class GroupWork(Sequence[ClientWork]):
         sizes: number of examples in each batch, in the same order, shape (M,), Σ sizes = N.
         num_steps: number of batches of each client, shape (m,), Σ num_steps = M.
         rounds: number of the round that each client trains in, shape (m,).
-        root_seed: seed of the run.
+        root_seed: root seed of the run.
 
     Example:
         >>> order, one = torch.arange(5), np.ones(2, np.int64)
@@ -83,7 +83,7 @@ class GroupWork(Sequence[ClientWork]):
 
     @staticmethod
     def of(work: Iterable[ClientWork]) -> GroupWork:
-        """Stack the work of several clients of one run; a `GroupWork` is returned unchanged."""
+        """Join the work of several clients of one run; a `GroupWork` is returned unchanged."""
         if isinstance(work, GroupWork):
             return work
         clients = list(work)
@@ -117,7 +117,7 @@ class GroupWork(Sequence[ClientWork]):
     def __getitem__(self, at: slice) -> list[ClientWork]: ...
 
     def __getitem__(self, at: int | slice) -> ClientWork | list[ClientWork]:
-        """Return the work of one client, or for a slice a list of such."""
+        """Return the work of one client, or of several as a list."""
         if isinstance(at, slice):
             return [self[one] for one in range(len(self))[at]]
         one = range(len(self))[at]
@@ -132,7 +132,7 @@ class GroupWork(Sequence[ClientWork]):
         )
 
     def where(self, is_kept: npt.NDArray[np.bool_]) -> GroupWork:
-        """Return the work of the clients for which a bool array of shape (m,) is True."""
+        """Return the work of some clients, chosen by a bool array of shape (m,)."""
         if is_kept.all():
             return self
         if not is_kept.any():

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from fl_lightning.client.clocks import RecordedArrivals
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
-from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.personal import Personalisation
 from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
 from fl_lightning.core.kinds import check_kinds
 from fl_lightning.core.seeds import check_seed, run_seed

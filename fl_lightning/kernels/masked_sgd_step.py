@@ -3,7 +3,7 @@
     m ← μ m + (1 - τ)(g + λ p),   p ← p - η m        at p[active], g[active]
 
 PyTorch's operations need separate passes to read values, read gradients and write values. Together they
-take longer than a dense step of all entries. The kernel is in `one_pass.c`, see `c_library`.
+take longer than a dense step of all entries. The kernel is in `masked_sgd_step.c`, see `c_library`.
 """
 
 from __future__ import annotations

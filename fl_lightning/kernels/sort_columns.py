@@ -1,7 +1,7 @@
 """Sorting the columns of a matrix with few rows and very many columns.
 
 A sorting network uses the same exchanges for every column. So the processor's vectors sort many columns
-at once, and a column need not be contiguous: `column_sort.c`, see `c_library`. Exchanges that do not
+at once, and a column need not be contiguous: `sort_columns.c`, see `c_library`. Exchanges that do not
 affect the requested ranks are left out. Without a compiler NumPy sorts one column after the other.
 
 Source: Knuth, The Art of Computer Programming 3, 5.2.2, Algorithm M (Batcher's merge exchange).

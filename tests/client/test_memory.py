@@ -110,7 +110,7 @@ def test_files_keep_every_bit_and_tell_damage(tmp_path, dtype):
     with pytest.raises(ConfigurationError, match="was changed or damaged"):
         file.check()
     file.path.write_bytes(content[:-1])
-    with pytest.raises(ConfigurationError, match="of another length"):
+    with pytest.raises(ConfigurationError, match="has another length"):
         file.check()
 
 

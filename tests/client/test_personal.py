@@ -50,7 +50,7 @@ def frozen():
         (lambda: Personal(["4.*", "haed.*"]).names(ToyModule()), r"'haed.\*'; there are net.0.weight, "),
         (lambda: Personal(norms=True).names(ToyModule()), "ToyModule has no normalisation layer"),
         (lambda: Personal(head=True).names(ToyModule()), "ToyModule does not say which layer"),
-        (lambda: Personal(["4.*"]).names(frozen()), "net.4.weight and all else .* does not train"),
+        (lambda: Personal(["4.*"]).names(frozen()), "all parameters that it names are frozen .* net.4.weight"),
         (lambda: Personal("head.*"), r"write parameters=\['head.\*'\]"),
         (lambda: Personal(["4.*"], own_epochs=-1), "own_epochs must be at least 0"),
         (lambda: Personal(own_epochs=1), "parameters must name the parameters that stay with a client"),

@@ -1,6 +1,7 @@
 """Speedups change the order of sums and nothing else."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, combinations
 
@@ -92,6 +93,24 @@ def test_the_same_training_in_single_precision(speedups):
     for options in ({}, {"momentum": 0.9, "weight_decay": 0.1}):
         one, other = (trained(s, sgd(**options), torch.float32) for s in (speedups, ()))
         assert_same(one, other, 2e-6)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_options_of_the_optimizer_are_those_before_a_fused_step(fails):
+    net, seen = conv_net(), []
+    optimizer = two_groups(net)
+    before = [dict(group) for group in optimizer.param_groups]
+
+    def note(stepped, *_):
+        seen.append([group["fused"] for group in stepped.param_groups])
+        if fails:
+            raise ArithmeticError
+
+    optimizer.register_step_pre_hook(note)
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        FasterStep(net, optimizer, ("fused_optimizer",)).step()
+    assert seen == [[True, True]]
+    assert optimizer.param_groups == before
 
 
 @pytest.mark.parametrize("kind", ["few inputs", "turned"])

@@ -143,11 +143,11 @@ def test_what_is_outside_is_named_and_stays(name):
     module, (change, place) = Odd(), OUTSIDE[name]
     state = Attributes(module, outside=True)
     change(module)
-    assert state.changes_outside() == ([] if place is None else [place])
+    assert state.changes(outside=True) == ([] if place is None else [place])
     held = len(COUNTED), dict(CALLED), Odd.total
     state.put_back()
     assert ((len(COUNTED), CALLED, Odd.total), module.noted) == (held, [])
-    assert state.changes_outside() == ([] if place is None else [place])
+    assert state.changes(outside=True) == ([] if place is None else [place])
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])

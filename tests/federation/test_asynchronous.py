@@ -290,7 +290,8 @@ def test_a_record_of_another_run_is_refused(recorded, other, message):
 
 
 def test_a_record_must_be_one(tmp_path):
-    for text in (None, "a,b\n1,2\n", "round,client,version,seconds,lost\n0,x,0,1,0\n"):
+    head = "round,client,version,seconds,lost\n"
+    for text in (None, "a,b\n1,2\n", f"{head}0,x,0,1,0\n", f"{head}0,1,0\n"):
         file = tmp_path / "arrivals.csv"
         if text is not None:
             file.write_text(text)

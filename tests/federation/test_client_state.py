@@ -262,7 +262,7 @@ def test_a_buffer_that_grows_is_refused():
             self.centre = torch.cat([self.centre, self.centre])
             return self.loss(batch)
 
-    with pytest.raises(ConfigurationError, match=r"centre was replaced by shape \(24,\)"):
+    with pytest.raises(ConfigurationError, match=r"centre got the shape \(24,\)"):
         fit(made(Grows))
 
 

@@ -17,7 +17,7 @@ from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import takes_closure
-from fl_lightning.client.personal.beside import FineTuned
+from fl_lightning.client.personal import FineTuned
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.sparsity import SparseSGDM
 

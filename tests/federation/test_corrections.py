@@ -591,15 +591,23 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("module", "block", "message"),
         [
-            (Adam, {"correction": Scaffold()}, "the steps of Adam are no sum of gradients"),
-            (Adam, {"aggregator": NormalisedMean()}, "the steps of Adam are no sum of gradients"),
+            (
+                Adam,
+                {"correction": Scaffold()},
+                "the steps of Adam are no weighted sum of gradients",
+            ),
+            (
+                Adam,
+                {"aggregator": NormalisedMean()},
+                "the steps of Adam are no weighted sum of gradients",
+            ),
             (
                 Groups,
                 {"aggregator": NormalisedMean(), "correction": FedProx(mu=1)},
-                "groups of the clients' optimizer add up gradients differently",
+                "groups of the clients' optimizer have different effective numbers of steps",
             ),
             (Climbing, {"correction": FedProx(mu=1)}, "maximize"),
-            (ToyModule, {"correction": Moon()}, "ToyModule has no method features"),
+            (ToyModule, {"correction": Moon()}, r"a method features\(batch\) of ToyModule"),
             (
                 ToyModule,
                 {"correction": FedDyn(), "server_optimizer": FedAdam},
@@ -623,7 +631,7 @@ class TestRefusals:
                 ]
                 return torch.optim.SGD(groups, lr=0.1)
 
-        with pytest.raises(ConfigurationError, match="add up gradients differently"):
+        with pytest.raises(ConfigurationError, match="different effective numbers of steps"):
             run(Momenta, aggregator=NormalisedMean(), engine="sequential")
 
     @pytest.mark.parametrize("block", [{"correction": Scaffold()}, NOVA])

@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 import torchmetrics
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
@@ -120,6 +121,19 @@ def slots_of(trainer):
 def test_slots_and_sequence_agree_where_gradients_are_clipped_that_are_never_written_out():
     """All kinds of layers: rows of `strange`; in double precision: `test_every_way`."""
     assert_agree(Wide, max_epochs=4, trainer={"gradient_clip_val": 0.2})
+
+
+class WidensTheBound(Callback):
+    def on_train_epoch_start(self, trainer, module):
+        trainer.gradient_clip_val = 0.05 * (1 + trainer.current_epoch)
+
+
+def test_slots_end_where_a_callback_changes_the_bound_of_gradients():
+    trainer = {"gradient_clip_val": 0.05}
+    run(one := toy(), "sequential", WidensTheBound(), trainer=trainer)
+    with pytest.warns(UserWarning, match="from round 2 on, because trainer.gradient_clip_val has"):
+        run(many := toy(), "slots", WidensTheBound(), trainer=trainer)
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [Wide, Conv, Attention])

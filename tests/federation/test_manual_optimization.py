@@ -26,7 +26,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
-from fl_lightning.client.personal.beside import FineTuned
+from fl_lightning.client.personal import FineTuned
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.data import IID
 from fl_lightning.data.cohorts.availability import AvailableCohort, Stretches

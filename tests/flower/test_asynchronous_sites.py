@@ -233,6 +233,6 @@ def test_a_record_is_no_way_to_be_fast(tmp_path):
     config = configuration(**FED_BUFF | {"federation__devices": recorded})
     with (
         three_sites(config, {}) as sites,
-        pytest.raises(ConfigurationError, match="RecordedArrivals simulates a run that has been"),
+        pytest.raises(ConfigurationError, match="RecordedArrivals replays an earlier run"),
     ):
         over_network(sites, config, tmp_path / "network")

@@ -58,6 +58,19 @@ def Curriculum(self, batch, batch_idx):
     return self.loss((F.pad(batch[0][:, :kept], (0, 4 - kept)), batch[1]))
 
 
+@step()
+def RateByEpochInTheStep(self, batch, batch_idx):
+    """Sets in the first round what the optimizer has anyway."""
+    self.optimizers().param_groups[0]["lr"] = self.lr / (1 + self.current_epoch)
+    return self.loss(batch)
+
+
+@step()
+def RateFallsInTheStep(self, batch, batch_idx):
+    self.optimizers().param_groups[0]["lr"] *= 0.9
+    return self.loss(batch)
+
+
 # what the loss is multiplied by, or what is done to the inputs
 case(
     "WarmUpInTheStep",

@@ -1,11 +1,11 @@
-"""Terms in a client's objective that keep clients with different data from drifting apart.
+"""Corrections of a client's objective, which keep clients with different data from drifting apart.
 
     gradient of client i at y:   ∇F_i(y) + pull · (y - x) + shift_i        x: the global model
 
 FedProx has a pull, SCAFFOLD a shift, FedDyn both. The shift depends on the client's memory m_i, one
-vector that a client keeps from the last round in which it took part (0 before the first), and on the
-mean of all memories, m = 1/N Σ_i m_i, which the server keeps. So a correction is a few functions of
-vectors; the run stores the memories.
+vector that is computed after each of the client's rounds (0 before the first), and on the mean of all
+clients' memories, m = 1/N Σ_i m_i, on the server. So a correction is a few functions of vectors; the run
+stores the memories.
 
 The term is added to gradients before clipping and the optimizer's step, as if it were part of the loss.
 """
@@ -47,12 +47,12 @@ class GradientTerm:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a client's local training, from which a correction computes the new memory.
+    """Result of a client's local training, from which a correction computes the client's new memory.
 
     Attributes:
         start: the global model x, shape (k,).
         delta: global model minus the client's model, x - y, shape (k,).
-        travel: returns the distance η ‖a‖₁ that a coordinate would have moved under a gradient of 1: one
+        travel: returns the distance η ‖a‖₁ of each coordinate under a gradient of 1 (`LocalSolver`): one
             number, or shape (k,) if parameter groups differ. It raises `ConfigurationError` if the
             optimizer is not SGD.
         gradient: returns the gradient of the client's whole shard at x, shape (k,).
@@ -70,8 +70,8 @@ AddedLoss = Callable[[Any], Tensor]
 
 _OF_MEMORIES = Traits(
     needs={
-        Trait.COHORTS: "compares clients that began from the same model",
-        Trait.ONE_MASK: "remembers a number for every coordinate",
+        Trait.COHORTS: "compares clients that start from the same model",
+        Trait.ONE_MASK: "stores a number for every coordinate",
     },
     instead={
         Trait.COHORTS: "use FedProx",
@@ -79,7 +79,7 @@ _OF_MEMORIES = Traits(
     },
 )
 _OF_MEANS = Traits(
-    needs={Trait.SINGLE_UPDATES: "sends the change of a client's memory besides its update"},
+    needs={Trait.SINGLE_UPDATES: "sends the change of a client's memory in addition to its update"},
     breaks={
         Trait.PRIVATE_CLIENTS: "sends the mean of clients' memories to everybody, without clipping or noise"
     },
@@ -88,9 +88,9 @@ _OF_MEANS = Traits(
         Trait.PRIVATE_CLIENTS: "use FedProx, or no correction",
     },
 )
-# of corrections that look at a client's examples, or at its loss, besides its steps
+# of corrections that use a client's examples or loss outside of its local steps
 OF_LOSSES = Traits(
-    breaks={Trait.PRIVATE_EXAMPLES: "looks at a client's examples besides its noisy steps"},
+    breaks={Trait.PRIVATE_EXAMPLES: "uses a client's examples in addition to its noisy steps"},
     instead={Trait.PRIVATE_EXAMPLES: "use FedProx, FedDyn or Scaffold with option II"},
 )
 
@@ -102,8 +102,8 @@ class Correction(Ranged):
     a memory. The other properties follow from the overridden methods.
 
     Attributes:
-        needs_mean: whether the server keeps the mean of all memories.
-        reads_mean: whether clients read that mean, which is then sent with the model.
+        needs_mean: whether the server computes the mean of all memories.
+        reads_mean: whether clients use that mean, which is then sent with the model.
 
     Example:
         >>> class Halved(Correction):
@@ -132,9 +132,9 @@ class Correction(Ranged):
 
     @property
     def shows_change(self) -> bool:
-        """True if the server can compute the change of a client's memory from the update.
+        """True if the server can compute the change of a client's memory from its update.
 
-        If not, and the mean is needed, the change is sent with the update.
+        Otherwise, if the mean is needed, the change is sent with the update.
         """
         return True
 
@@ -147,7 +147,7 @@ class Correction(Ranged):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the correction; they follow from its methods."""
+        """Traits of the correction, derived from its methods."""
         traits = OF_LOSSES if self.changes_loss else NO_TRAITS
         if self.remembers:
             traits |= _OF_MEMORIES
@@ -162,7 +162,7 @@ class Correction(Ranged):
         return
 
     def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:
-        """Return the vector that a client adds to its gradients in a round, shape (k,); None for 0.
+        """Return the vector that a client adds to its gradients in every step of a round, shape (k,); None for 0.
 
         Args:
             memory: memory of the client, shape (k,); None stands for 0.
@@ -199,7 +199,7 @@ class Correction(Ranged):
     def calibrated(
         self, module: nn.Module, labels: Callable[[], Tensor]
     ) -> AbstractContextManager[None]:
-        """Return a context in which a client trains with changed outputs of the module.
+        """Return a context that changes the module's outputs while a client trains.
 
         Args:
             module: the client's model.
@@ -213,12 +213,12 @@ Part = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class AddedTerm:
-    """A `GradientTerm` of one client, split over the parameters that it trains.
+    """A `GradientTerm` of one client that can be added to the gradients of its parameters.
 
     Args:
         space: layout of the trainable parameters.
         start: the global model x, shape (k,).
-        term: what to add.
+        term: pull and shift.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1, bias=False)
@@ -249,7 +249,7 @@ class AddedTerm:
             self._shifts.append(own)
 
     def of(self, params: Collection[Tensor]) -> AddedTerm:
-        """Return the part of the term that belongs to some parameters."""
+        """Return the part of the term for some parameters."""
         chosen, part = set(params), copy.copy(self)
         kept = [n for n, param in enumerate(self._whole) if param in chosen]
         part._whole = [self._whole[n] for n in kept]
@@ -260,7 +260,7 @@ class AddedTerm:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters whose gradients the term is added to."""
+        """Parameters to whose gradients the term is added."""
         return [*self._whole, *(param for param, *_ in self._parts)]
 
     @torch.no_grad()
@@ -268,7 +268,7 @@ class AddedTerm:
         """Add the term to the parameters' gradients; a missing gradient counts as 0.
 
         Args:
-            scale: scale of the existing gradients (`torch.amp.GradScaler`).
+            scale: factor of the existing gradients (`torch.amp.GradScaler`), by which the term is multiplied.
 
         Raises:
             ConfigurationError: if a gradient is sparse.
@@ -287,7 +287,7 @@ class AddedTerm:
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """Return the term of the objective, pull/2 ‖y - x‖² + ⟨shift, y - x⟩, a scalar."""
+        """Return the term's value in the objective, pull/2 ‖y - x‖² + ⟨shift, y - x⟩, a scalar."""
         away = torch._foreach_sub(self._whole, self._starts)
         triples = list(zip(away, self._shifts, strict=True))
         for param, index, before, shift in self._parts:
@@ -307,7 +307,7 @@ def _gradient(param: Tensor) -> Tensor:
         param.grad = torch.zeros_like(param)
     elif param.grad.layout is not torch.strided:
         raise ConfigurationError(
-            "federation.correction adds to every entry's gradient, and an embedding has sparse ones: "
-            "give it sparse=False"
+            "federation.correction adds a term to the gradient of every entry, but the gradient of an embedding "
+            "is sparse: set sparse=False in nn.Embedding"
         )
     return param.grad

@@ -5,8 +5,8 @@ FedProx: the objective of a client pulls its model towards the global model.
     min_y F_i(y) + μ/2 ‖y - x‖²
 
 Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", equation 2.
-Differs: clients are drawn and averaged as the cohort and the aggregator say; the paper's
-Algorithm 2 draws them with probability p_k and averages them alike.
+Differs: cohort and aggregator decide how clients are sampled and averaged; the paper's Algorithm 2
+samples client k with probability p_k and averages with equal weights.
 
 SCAFFOLD: control variates remove the difference between a client's gradient and the mean gradient.
 
@@ -16,14 +16,13 @@ SCAFFOLD: control variates remove the difference between a client's gradient and
 Source: Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
 Algorithm 1. The server's c moves by |S|/N times the mean change of the cohort's c_i, so it is the
 mean of all clients' c_i, 0 for those who have not yet taken part.
-Differs: in II we divide by η ‖a‖₁, how far a gradient of 1 would have moved the weights, instead of
-K η. For plain SGD that is the same; with momentum K η would make a c_i up to 1/(1 - ρ) times as
+Differs: in II we divide by η ‖a‖₁ (`LocalSolver`), the distance under a gradient of 1, instead of
+K η. For plain SGD both are the same; with momentum K η would make c_i up to 1/(1 - ρ) times as
 large as a gradient. K counts the steps that the optimizer took.
 
-Gradients are clipped after c - c_i is added. In II the new c_i then contains a mean of clipped, corrected
-gradients, and is no mean gradient any more: from c_i - c it moves by at most the clip norm per round.
-In I nothing is clipped. A client computes c_i from its own training: an update that an attacker forges,
-or that a robust rule drops, leaves c and c_i as honest training makes them.
+Gradients are clipped after c - c_i is added. In II the new c_i is then c_i - c plus a mean of clipped
+gradients, no mean gradient any more. In I nothing is clipped. A client computes c_i from its own training,
+so an update that an attacker forges, or that a robust rule drops, does not change c and c_i.
 
 FedDyn: a dynamic regulariser for each client aligns the client's optimum with the global one.
 
@@ -32,8 +31,8 @@ FedDyn: a dynamic regulariser for each client aligns the client's optimum with t
 
 Source: Acar et al. 2021, "Federated Learning Based on Dynamic Regularization", Algorithm 1. There
 h ← h - α/N Σ_S (y - x), which is the mean of all g_i.
-Differs: the official code uses α / (a client's share of examples); we use α for all clients, as the
-paper does.
+Differs from the official code, which uses α / (a client's share of examples): α is the same for all
+clients, as in the paper.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from fl_lightning.core.traits import Trait, Traits
 @final
 @dataclass(frozen=True)
 class FedProx(Correction):
-    """A pull of each client's model towards the global model; with ``mu`` 0 it is FedAvg, bit for bit.
+    """FedProx: pulls each client's model towards the global model; with ``mu`` 0 bit-identical to FedAvg.
 
     It works with any optimizer: the pull is added to the gradient, before clipping and the step.
 
@@ -80,7 +79,7 @@ class FedProx(Correction):
 
 
 _OF_RATES = Traits(
-    needs={Trait.ONE_RATE: "computes the mean gradient from the length of a client's steps"},
+    needs={Trait.ONE_RATE: "divides a client's update by its learning rate"},
     instead={Trait.ONE_RATE: "set Scaffold's option to I"},
 )
 
@@ -93,10 +92,10 @@ class Scaffold(Correction):
     The paper weighs clients equally: set the aggregator's ``weight_by_examples: false`` for that.
 
     Args:
-        option: new control variate of a client after a round. ``"II"``: the mean gradient of the local
-            steps, which costs nothing; it needs SGD (with or without momentum). ``"I"``: the gradient of
-            the client's whole shard at the global model, which costs one more pass over the shard and
-            works with any optimizer; a client whose gradient is not finite fails.
+        option: how the control variate of a client is computed after a round. ``"II"``: as the mean
+            gradient of the local steps, which costs nothing; it needs SGD (with or without momentum).
+            ``"I"``: as the gradient of the client's whole shard at the global model, which costs one more
+            pass over the shard and works with any optimizer; a client whose gradient is not finite fails.
 
     Raises:
         ConfigurationError: if the option is neither I nor II.
@@ -118,7 +117,7 @@ class Scaffold(Correction):
 
     @property
     def traits(self) -> Traits:
-        """Traits; option I needs the gradient over a client's examples as well."""
+        """Traits, which depend on the option."""
         if self.option == "II":
             return super().traits | _OF_RATES
         needs = {
@@ -135,8 +134,7 @@ class Scaffold(Correction):
             LocalSolver(optimizer, pull=self.pull).travels(1)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"Scaffold with option II computes the mean gradient from a client's steps: {error}, "
-                "or set option to I"
+                f"federation.correction Scaffold with option II: {error}, or set option to I"
             ) from None
 
     def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:
@@ -166,7 +164,7 @@ class Scaffold(Correction):
 @final
 @dataclass(frozen=True)
 class FedDyn(Correction):
-    """FedDyn: a dynamic regulariser with one vector per client, and the mean of all on the server.
+    """FedDyn: a dynamic regulariser with one vector per client, and their mean on the server.
 
     The paper weighs clients equally: set the aggregator's ``weight_by_examples: false`` for that, and
     keep the default server optimizer, with which x is the mean of y minus h / α. Server optimizers other
@@ -198,9 +196,8 @@ class FedDyn(Correction):
         """Raise ConfigurationError if the server optimizer is not SGD."""
         if not isinstance(optimizer, SGD):
             raise ConfigurationError(
-                "federation.correction FedDyn has the server move by the mean update and h / alpha, in the "
-                f"units of the weights, which {type(optimizer).__name__} would rescale: leave "
-                "server_optimizer out, or use torch.optim.SGD"
+                "federation.correction FedDyn: the server must step by the mean update plus h / alpha, which "
+                f"{type(optimizer).__name__} would rescale: leave server_optimizer out, or use torch.optim.SGD"
             )
 
     def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Corrections of losses: MOON, FedLC.
 
-MOON: the features of a client's model stay near those of the global model.
+MOON: a client's features are pulled towards those of the global model.
 
     loss + μ · mean over examples of  -log( e^{s(z, z_x)/T} / (e^{s(z, z_x)/T} + e^{s(z, z_m)/T}) )
 
@@ -8,18 +8,18 @@ s: cosine similarity; z, z_x, z_m: features of the client's current model, of th
 which the round began, and of the client's model at the end of its last round.
 
 Source: Li, He, Song 2021, "Model-Contrastive Federated Learning", CVPR, equation 3.
-Differs: the features are the module's own, without a projection head in front of the classifier,
-which the paper adds to the network; running statistics of norm layers do not change in these passes.
+Differs: the features are those of the user's network; the paper adds a projection head in front of the
+classifier. Running statistics of norm layers do not change in the additional forward passes.
 
-FedLC: a client's logits are shifted by a function of its number of examples in each class.
+FedLC: the logit of each class is shifted by a function of the client's number of examples of that class.
 
     loss on f_c(x) - τ n_c^(-1/4) in place of f_c(x),    n_c: the client's training examples of class c
 
 Classes with few examples get a wider margin, so that local steps do not unlearn them.
 
 Source: Zhang et al. 2022, Federated Learning with Label Distribution Skew via Logits Calibration.
-Differs: the module computes its own loss from the shifted logits; with cross entropy that is the paper's
-loss. A class without examples, n_c = 0, is shifted by 100 τ, as if n_c were 1e-8.
+Differs: the module computes its loss from the shifted logits, which is the paper's loss for cross entropy.
+The logit of a class without examples is lowered by 100 τ, as if n_c were 1e-8.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from fl_lightning.core.traits import Trait, Traits
 @final
 @dataclass(frozen=True)
 class Moon(Correction):
-    """MOON: contrasts a client's features with those of the global model and of the client's last model.
+    """MOON: adds a contrastive loss on features of the client's current, global and last model.
 
     Clients train one after the other. A step has three more forward passes, one of them with gradients.
-    In a client's first round no contrast is added.
+    A client's first round has no contrastive loss, because there is no last model.
 
     Args:
-        mu: weight μ ≥ 0 of the contrast; the paper uses 1, 5 or 10.
+        mu: weight μ ≥ 0 of the contrastive loss; the paper uses 1, 5 or 10.
         temperature: temperature T > 0.
 
     Raises:
@@ -73,7 +73,7 @@ class Moon(Correction):
 
     @property
     def traits(self) -> Traits:
-        """Traits; it adds to the loss that training_step returns."""
+        """Traits of the correction, which needs the loss that ``training_step`` returns."""
         added = {Trait.RETURNED_LOSS: "adds to the loss"}
         ways = {Trait.RETURNED_LOSS: "use FedProx, Scaffold or FedDyn"}
         return super().traits | Traits(needs=added, instead=ways)
@@ -82,8 +82,8 @@ class Moon(Correction):
         """Raise ConfigurationError if the module has no method ``features``."""
         if not hasattr(module, "features"):
             raise ConfigurationError(
-                f"Moon contrasts features, and {type(module).__name__} has no method "
-                "features(batch) that returns those of a batch, shape (B, …)"
+                f"Moon needs a method features(batch) of {type(module).__name__} that returns the features of "
+                "a batch, shape (B, …): add one, or use FedProx"
             )
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
@@ -93,11 +93,17 @@ class Moon(Correction):
     def added_loss(
         self, module: nn.Module, space: Space, start: Tensor, memory: Tensor
     ) -> Contrast:
-        """Return the contrast with the global model and with the client's last model."""
+        """Return the contrastive loss as a function of batches."""
         return Contrast(self, module, space, start, memory)
 
     def contrast(self, own: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
-        """Return the contrastive loss, a scalar, of three batches of features, each of shape (B, …)."""
+        """Compute the contrastive loss, a scalar.
+
+        Args:
+            own: features of the client's current model, shape (B, …).
+            of_global: features of the global model, shape (B, …).
+            of_last: features of the client's last model, shape (B, …).
+        """
         own, of_global, of_last = (z.flatten(1).float() for z in (own, of_global, of_last))
         near = functional.cosine_similarity(own, of_global) / self.temperature
         far = functional.cosine_similarity(own, of_last) / self.temperature
@@ -105,7 +111,7 @@ class Moon(Correction):
 
 
 class Contrast:
-    """MOON's additional loss for one client.
+    """MOON's additional loss for one client, as a function of batches.
 
     Args:
         moon: the correction with its options.
@@ -127,13 +133,13 @@ class Contrast:
         )
 
     def __call__(self, batch: Any) -> Tensor:
-        """Return the contrast of a batch, a scalar with a gradient."""
+        """Return the contrastive loss of a batch, a scalar with a gradient."""
         with torch.no_grad():
             of_global, of_last = self._of(self._start, batch), self._of(self._last, batch)
         return self._moon.contrast(self._of(self._own, batch), of_global, of_last)
 
     def _of(self, params: Mapping[str, Tensor], batch: Any) -> Tensor:
-        # norm layers write to these and not to the module's
+        # copies, to which norm layers write their statistics
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         tensors = {f"module.{name}": tensor for name, tensor in {**buffers, **params}.items()}
         features: Tensor = functional_call(self._features, tensors, (batch,))
@@ -150,20 +156,20 @@ class _Features(nn.Module):
         return features
 
 
-_NOTHING = 1e-8  # stands for the number of examples of a class that a client does not have
+_NO_EXAMPLES = 1e-8  # stands for the number of examples of a class without any
 
 
 @final
 @dataclass(frozen=True)
 class FedLC(Correction):
-    """Calibrated logits in local training; with ``tau`` 0 it is FedAvg, bit for bit.
+    """FedLC: shifts logits in local training; with ``tau`` 0 bit-identical to FedAvg.
 
-    The output of the module's ``forward``, of shape (B, C), is shifted while a client trains, which
-    includes personal parameters (`Personal` with ``own_epochs``, `Ditto`, `APFL`) and ``train/…``
-    metrics. Evaluation is unchanged. Clients train one after the other.
+    The output of the module's ``forward``, of shape (B, C), is shifted while a client trains. This also
+    affects personal parameters (`Personal` with ``own_epochs``, `Ditto`, `APFL`) and ``train/…`` metrics.
+    Evaluation is unchanged. Clients train one after the other.
 
     Args:
-        tau: strength τ ≥ 0.
+        tau: strength τ ≥ 0 of the shift.
 
     Raises:
         ConfigurationError: if ``tau`` is negative, and in the first round for a module whose
@@ -193,8 +199,8 @@ class FedLC(Correction):
                 return logits
             if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < len(known):
                 raise ConfigurationError(
-                    f"FedLC shifts logits of shape (B, C) with at least {len(known)} classes, and "
-                    f"{type(module).__name__}.forward returns something else: have it return the logits"
+                    f"FedLC shifts logits of shape (B, C), C ≥ {len(known)}, but {type(module).__name__}.forward "
+                    f"returned {_described(logits)}: return the logits of all classes"
                 )
             was_asked = True
             counts = torch.zeros(logits.shape[1])
@@ -208,10 +214,14 @@ class FedLC(Correction):
             handle.remove()
         if not was_asked:
             raise ConfigurationError(
-                f"FedLC shifts what forward returns, and {type(module).__name__}.training_step "
-                "does not call it: compute the logits with self(inputs)"
+                f"FedLC shifts the output of forward, but {type(module).__name__}.training_step "
+                "does not call it: compute the logits by self(inputs)"
             )
 
     def logit_shift(self, counts: Tensor) -> Tensor:
-        """Shift of the logits, given the number of examples of each class, both of shape (C,)."""
-        return -self.tau * counts.clamp(min=_NOTHING).pow(-0.25)
+        """Return the shift of the logits, given the number of examples of each class, both of shape (C,)."""
+        return -self.tau * counts.clamp(min=_NO_EXAMPLES).pow(-0.25)
+
+
+def _described(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

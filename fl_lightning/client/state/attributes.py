@@ -2,12 +2,12 @@
 
 *Tensors and attributes of the module are the client's, everything else is yours.*
 
-A snapshot covers the attributes of the module and its parts with all their contents: lists, dicts,
-objects, tensors, arrays, random generators; not metrics, data sets, loaders and objects of torch and
-Lightning. It is taken once per round and restored in place before every client: a hook that holds one
-of the module's lists keeps the same list. An iterator cannot be rewound and is refused.
+A snapshot covers the attributes of the module and its parts, at any depth: lists, dicts, objects,
+tensors, arrays, random generators. It leaves out metrics, data sets, loaders, and objects of torch and
+Lightning. It is taken once per round and restored in place before every client, so a list stays the same
+list for a hook that refers to it. An iterator cannot be rewound and is refused.
 
-Globals, closures and class attributes are never restored; a rehearsal names those that a step changes.
+Globals, closures and class attributes are never restored. The log names one that a step changes.
 """
 
 from __future__ import annotations
@@ -32,46 +32,39 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.client.state.tensors import same_value
+from fl_lightning.client.state.tensors import read_tensor, same_value, storage_of, write_tensor
 from fl_lightning.core.errors import ConfigurationError
 
-# Attributes that torch gives every module, such as hooks; a step does not compute them.
+# Attributes of every `nn.Module`, such as hooks, which a training step does not change.
 _MEMBERS = "_parameters", "_buffers", "_modules"
 _TORCHS = frozenset(vars(nn.Module())) - {"training", *_MEMBERS}
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CLOSED = (Metric, MetricCollection, Dataset, DataLoader, types.ModuleType, random.SystemRandom)
 _CODE = (types.FunctionType, type)
-# Packages whose objects are not searched, except those of `_BAGS`.
+# Packages whose objects have no state of the user's, except for the types in `_BAGS`.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
-    *(
-        "fl_lightning",
-        "jsonargparse",
-        "lightning",
-        "lightning_fabric",
-        "pytorch_lightning",
-        "torch",
-    ),
-    *("torchmetrics", "torchvision", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL"),
-    *("mlflow", "tensorboard", "wandb", "tqdm"),
+    *("fl_lightning", "jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning"),
+    *("torch", "torchmetrics", "torchvision", "numpy", "scipy", "pandas", "sklearn", "matplotlib"),
+    *("PIL", "mlflow", "tensorboard", "wandb", "tqdm"),
 }
 _BAGS = ("types.Simple", "argparse.Name", "torch.amp.grad_scaler", "torch.distributions")
-# Immutable types that hold other objects.
+# Immutable types that contain other objects.
 _FIXED = (tuple, frozenset, partial, types.MethodType, property, staticmethod, classmethod)
-_MISSING = object()
-# Appended items: (list, its new items), or (dict, its new lists by key).
+_MISSING = object()  # stands for a value that does not exist
+# Items that clients appended: (list, its new items), or (dict, its new lists by key).
 Appended = list[tuple[Any, Any]]
-_Inside = Iterable[tuple[Any, Any]]
+_Inside = Iterable[tuple[Any, Any]]  # the parts of an object, by name or number
 
 
-class _Noted:
-    """A mutable object and its recorded content.
+class _Record:
+    """A mutable object and its content when the record was made.
 
     Args:
         path: path from the module, for messages.
         value: the object.
         read: returns the object's content.
-        write: restores a content; None for an object that is only watched.
-        has_entries: compare entries by identity; otherwise by value.
+        write: restores a content in place; None for an object that is never restored.
+        has_entries: compare entries by identity; otherwise compare the content by value.
     """
 
     def __init__(
@@ -91,7 +84,7 @@ class _Noted:
         return len(now) == len(before) and all(map(is_, now, before))
 
     def differences(self) -> list[str]:
-        """Return the paths of changed or reordered values."""
+        """Return the paths of changed entries; the object's own path if it has no names for them."""
         now, before = self.read(self.value), self.before
         if same_value(now, before):
             return []
@@ -114,12 +107,12 @@ class Attributes:
 
     Args:
         module: the module.
-        ignore: attributes that are not the user's, e.g. ``_trainer``, of the module and of parts that
-            are LightningModules.
-        tensors: record parameters and buffers as well, with copies on the CPU: an accelerator may have
-            no room for a second model.
-        outside: watch more: ``requires_grad``, the generators of Python and NumPy, and globals,
-            closures and class attributes that functions name, which are never restored.
+        ignore: names of attributes to leave out, e.g. ``_trainer``, in the module and in parts that are
+            LightningModules.
+        tensors: record parameters and buffers as well. Their copies are on the CPU, because an
+            accelerator may have no room for a second model.
+        outside: record ``requires_grad`` and the generators of Python and NumPy as well, and watch globals,
+            closures and class attributes that functions read; these are never restored.
 
     Raises:
         ConfigurationError: if an attribute is an iterator.
@@ -151,18 +144,18 @@ class Attributes:
         self._module, self._ignore = module, frozenset(ignore)
         own = dict(chain(module.named_parameters(), module.named_buffers()))
         self._seen: dict[int, Any] = {id(tensor): tensor for tensor in own.values()}  # kept alive
-        self._memory = {_memory(tensor) for tensor in own.values()} - {0}
-        self._noted: list[_Noted] = []
+        self._memory = {storage_of(tensor) for tensor in own.values()} - {0}
+        self._records: list[_Record] = []
         self._code: list[Any] = []
         for name, tensor in own.items() if tensors else ():
             if not tensor.is_meta and not is_lazy(tensor):
-                self._note_tensor(f"self.{name}", tensor, device="cpu")
+                self._record_tensor(f"self.{name}", tensor, device="cpu")
         self._walk([("self", module)])
         if outside:
-            self._note_outside()
+            self._record_outside()
         # `is_same` compares the entries of all containers in one pass in C
-        whole = [each for each in self._noted if isinstance(each.read, type)]
-        self._rest = [each for each in self._noted if not isinstance(each.read, type)]
+        whole = [each for each in self._records if isinstance(each.read, type)]
+        self._rest = [each for each in self._records if not isinstance(each.read, type)]
         self._views = [n.value.values() if isinstance(n.value, dict) else n.value for n in whole]
         # names of attributes and of a module's parts do not change alone
         dicts = (n for n in whole if n.write is _refill_dict and not n.path.endswith(_MEMBERS))
@@ -170,20 +163,17 @@ class Attributes:
         self._sizes, self._entries = [*map(len, self._views)], [*chain.from_iterable(self._views)]
 
     def is_same(self) -> bool:
-        """Return whether all recorded objects still hold identical objects, not only equal ones."""
+        """Return whether nothing has changed; an entry that was replaced by an equal one counts as a change."""
         return (
             [*map(len, self._views)] == self._sizes
             and all(map(is_, chain.from_iterable(self._views), self._entries))
             and all(each.is_same() for each in self._rest)
         )
 
-    def changes(self) -> list[str]:
-        """Return the paths of values that have changed."""
-        return _differences(self._noted)
-
-    def changes_outside(self) -> list[str]:
-        """Return the paths of changed globals, closures and class attributes, which are never restored."""
-        return _differences(each for each in self._noted if each.write is None)
+    def changes(self, *, outside: bool = False) -> list[str]:
+        """Return the paths of changed values; with ``outside`` only of those that are never restored."""
+        records = (each for each in self._records if each.write is None or not outside)
+        return [path for each in records if not each.is_same() for path in each.differences()]
 
     def put_back(self, *, generators: bool = True) -> Appended:
         """Restore all attributes in place, and return the items that were appended to lists.
@@ -191,7 +181,7 @@ class Attributes:
         Without ``generators`` random generators keep their states.
         """
         appended: Appended = []
-        for each in self._noted:
+        for each in self._records:
             if not generators and isinstance(each.value, _GENERATORS):
                 continue
             if each.write is not None and not each.is_same():
@@ -201,7 +191,7 @@ class Attributes:
         return appended
 
     def _walk(self, waiting: list[tuple[str, Any]], *, enters_code: bool = False) -> None:
-        """Record the objects inside these values, at any depth."""
+        """Record the mutable objects among these values and inside them, with their paths."""
         while waiting:
             path, value = waiting.pop()
             if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _CLOSED):
@@ -219,14 +209,14 @@ class Attributes:
                 waiting.append(("", type(value)))
 
     def _look(self, path: str, value: Any) -> _Inside:
-        """Record a value's content, and return its parts, which may be mutable as well."""
+        """Record a value if it is mutable, and return its parts by name."""
         if isinstance(value, Tensor):
-            if _memory(value) not in self._memory:  # else a view of a parameter or buffer
-                self._note_tensor(path, value)
+            if storage_of(value) not in self._memory:  # else a view of a parameter or buffer
+                self._record_tensor(path, value)
             return ()
         for kind, read, write in _KINDS:
             if isinstance(value, kind):
-                self._note(path, value, read, write, has_entries=isinstance(read, type))
+                self._record(path, value, read, write, has_entries=isinstance(read, type))
                 break
         if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             return self._look_at_module(path, value)
@@ -235,7 +225,7 @@ class Attributes:
                 f"{path} is an iterator, which cannot be rewound for the next client: keep a list "
                 "and a position on the module instead"
             )
-        return [*_inside(value), *self._look_at_object(path, value)]
+        return [*_entries_of(value), *self._look_at_object(path, value)]
 
     def _look_at_module(self, path: str, module: nn.Module) -> _Inside:
         # torch's older weight norm and pruning set an attribute in every forward pass
@@ -244,7 +234,7 @@ class Attributes:
         ignored = {getattr(h, "name", getattr(h, "_tensor_name", "")) for h in torchs}
         if module is self._module or any(map(_is_lightnings, type(module).__mro__)):
             ignored |= self._ignore
-        inside = self._note_attributes(path, module, ignored)
+        inside = self._record_attributes(path, module, ignored)
         return [(name, value) for name, value in inside if name not in _TORCHS]
 
     def _look_at_object(self, path: str, value: Any) -> _Inside:
@@ -254,101 +244,79 @@ class Attributes:
         if is_librarys or any(map(_is_lightnings, kind.__mro__)):
             return ()
         if copyreg._slotnames(kind):  # type: ignore[attr-defined]
-            inside += self._note(path, value, _read_slots, _write_slots).items()
+            inside += self._record(path, value, _read_slots, _write_slots).items()
         if type(getattr(value, "__dict__", None)) is dict:
-            inside += self._note_attributes(path, value)
+            inside += self._record_attributes(path, value)
         return inside
 
-    def _note(
+    def _record(
         self, path: str, value: Any, read: Any, write: Any, *, has_entries: bool = True
     ) -> Any:
-        self._noted.append(_Noted(path, value, read, write, has_entries=has_entries))
-        return self._noted[-1].before
+        self._records.append(_Record(path, value, read, write, has_entries=has_entries))
+        return self._records[-1].before
 
-    def _note_attributes(self, path: str, owner: Any, ignored: Collection[str] = ()) -> _Inside:
+    def _record_attributes(self, path: str, owner: Any, ignored: Collection[str] = ()) -> _Inside:
         """Record an object's attributes, except ignored ones."""
         read, write = partial(_without, ignored) if ignored else dict, partial(_rewrite, ignored)
-        return self._note(path, vars(owner), read, write).items()  # type: ignore[no-any-return]
+        return self._record(path, vars(owner), read, write).items()  # type: ignore[no-any-return]
 
-    def _note_tensor(self, path: str, tensor: Tensor, device: str | None = None) -> None:
+    def _record_tensor(self, path: str, tensor: Tensor, device: str | None = None) -> None:
         with torch.inference_mode(False):  # the copy is also compared outside of inference mode
-            write = partial(_write_tensor, memory=tensor.detach())
-            self._note(path, tensor, partial(_read_tensor, device), write, has_entries=False)
-            numbers, *others = self._noted[-1].before
-            self._noted[-1].before = [numbers.clone(), *others]
+            write = partial(write_tensor, memory=tensor.detach())
+            self._record(path, tensor, partial(read_tensor, device), write, has_entries=False)
+            numbers, *others = self._records[-1].before
+            self._records[-1].before = [numbers.clone(), *others]
 
-    def _note_outside(self) -> None:
-        """Record generators of Python and NumPy, and the globals and closures of the functions found."""
+    def _record_outside(self) -> None:
+        """Record generators of Python and NumPy, and watch what functions and classes refer to."""
         read, write = attrgetter("requires_grad"), nn.Parameter.requires_grad_
         for name, param in self._module.named_parameters():
-            self._note(f"self.{name}.requires_grad", param, read, write, has_entries=False)
+            self._record(f"self.{name}.requires_grad", param, read, write, has_entries=False)
         of_python, of_numpy = random.getstate.__self__, np.random.get_state.__self__  # type: ignore[attr-defined]
         self._walk([("Python's random", of_python), ("NumPy's random", of_numpy)])
-        num_own, kinds = len(self._noted), map(type, [*self._seen.values()])
+        num_own, kinds = len(self._records), map(type, [*self._seen.values()])
         self._walk([("", code) for code in (*self._code, *kinds)], enters_code=True)
-        for each in self._noted[num_own:]:
+        for each in self._records[num_own:]:
             each.write = None
 
     def _look_at_code(self, code: Any) -> _Inside:
-        """Record globals and closures of a user's function, or attributes of a user's class."""
+        """Record the globals and closures of a function, or the attributes of a class, if it is the user's."""
         if not _is_users_code(code.__module__) or hasattr(code, "__members__"):  # no enum
             return ()
         if isinstance(code, types.FunctionType):
-            return self._note("", code, _named_by, None).items()  # type: ignore[no-any-return]
+            return self._record("", code, _named_by, None).items()  # type: ignore[no-any-return]
         ignored = {name for name in vars(code) if name.startswith(("__", "_abc_impl"))}
-        own = self._note(f"class {code.__name__}", vars(code), partial(_without, ignored), None)
+        own = self._record(f"class {code.__name__}", vars(code), partial(_without, ignored), None)
         inside = ((f"class {code.__name__}.{name}", value) for name, value in own.items())
         return [*inside, *(("", base) for base in code.__bases__)]
 
 
 def append(appended: Appended) -> None:
-    """Append the items that `Attributes.put_back` returned for one or several clients to the lists of the module."""
-    for held, added in appended:
-        if isinstance(held, list):
-            list.extend(held, added)
+    """Append items from `Attributes.put_back` to the module's lists; those of several clients may be joined."""
+    for container, added in appended:
+        if isinstance(container, list):
+            list.extend(container, added)
         else:
             for key, items in added.items():
-                dict.__setitem__(held, key, [*held.get(key, ()), *items])
-
-
-def _inside(value: Any) -> _Inside:
-    """Contents of a container, by key or number."""
-    if isinstance(value, dict):
-        return value.items()
-    if isinstance(value, torch.jit.ScriptModule):
-        return value.named_children()
-    holds = isinstance(value, (list, deque, set, *_FIXED))
-    return enumerate(gc.get_referents(value)) if holds else ()
-
-
-def _differences(noted: Iterable[_Noted]) -> list[str]:
-    return [path for each in noted if not each.is_same() for path in each.differences()]
+                dict.__setitem__(container, key, [*container.get(key, ()), *items])
 
 
 def _joined(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def _memory(tensor: Tensor) -> int:
-    is_plain = tensor.layout == torch.strided and not tensor.is_meta and not is_lazy(tensor)
-    return tensor.untyped_storage().data_ptr() if is_plain else 0
-
-
-def _read_tensor(device: str | None, tensor: Tensor) -> list[Any]:
-    grad = tensor.grad if tensor.is_leaf else None
-    return [tensor.detach().to(device or tensor.device), tensor.requires_grad, grad]
-
-
-def _write_tensor(tensor: Tensor, before: list[Any], memory: Tensor) -> None:
-    with torch.no_grad():
-        tensor.data = memory
-        tensor.copy_(before[0])
-    if tensor.is_leaf:
-        tensor.requires_grad_(before[1]).grad = before[2]
+def _entries_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the entries of a container by key or number; none for other objects."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, torch.jit.ScriptModule):
+        return value.named_children()
+    is_container = isinstance(value, (list, deque, set, *_FIXED))
+    return enumerate(gc.get_referents(value)) if is_container else ()
 
 
 def _read_scripted(module: Any) -> dict[str, Any]:
-    """Attributes of a scripted module, which are not in its ``__dict__``."""
+    """Return the attributes of a scripted module, which are not in its ``__dict__``."""
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     names = module._concrete_type.get_attributes().keys() - own
     return {name: copy.deepcopy(module._c.getattr(name)) for name in sorted(names)}
@@ -371,29 +339,29 @@ def _write_slots(owner: Any, before: dict[str, Any]) -> None:
         object.__setattr__(owner, name, value)
 
 
-def _without(ignored: Collection[str], own: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in own.items() if name not in ignored}
+def _without(ignored: Collection[str], attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in ignored}
 
 
-def _rewrite(ignored: Collection[str], own: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in _without(ignored, own):
-        del own[name]
-    own.update(before)  # in the same order
+def _rewrite(ignored: Collection[str], attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in _without(ignored, attributes):
+        del attributes[name]
+    attributes.update(before)  # in the same order
 
 
 def _refill(kind: Any) -> Callable[[Any, Any], None]:
     """Return a function that replaces a container's content by methods of the built-in class."""
     fill = kind.extend if kind in (list, deque) else kind.update
 
-    def write(held: Any, before: Any) -> None:
-        kind.clear(held)
-        fill(held, before)
+    def write(container: Any, before: Any) -> None:
+        kind.clear(container)
+        fill(container, before)
 
     return write
 
 
 _refill_dict = _refill(dict)
-# Mutable types, each with a function that reads its content and one that writes it.
+# Mutable types, each with a function that reads its content and one that restores it.
 _KINDS: tuple[tuple[type, Any, Any], ...] = (
     (OrderedDict, dict, _refill(OrderedDict)),
     (dict, dict, _refill_dict),
@@ -410,20 +378,18 @@ _KINDS: tuple[tuple[type, Any, Any], ...] = (
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 )
-
-
 _GENERATORS = random.Random, np.random.RandomState, torch.Generator, np.random.Generator
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:
-    """Values that a user's function reads from closures and globals, by name and place."""
+    """Return the values that a function reads from closures and globals, by name and place."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     found = {f"{name} around {function.__qualname__}": _content(cell) for name, cell in cells}
     waiting, names = [function.__globals__], _names_in(function.__code__)
-    for held in waiting:  # the user's modules are appended
-        for name in names & held.keys():
-            if not isinstance(value := held[name], types.ModuleType):
-                found[f"global {name} of {held.get('__name__')}"] = value
+    for scope in waiting:  # the user's modules are appended
+        for name in names & scope.keys():
+            if not isinstance(value := scope[name], types.ModuleType):
+                found[f"global {name} of {scope.get('__name__')}"] = value
             elif _is_users_code(value.__name__) and vars(value) not in waiting:
                 waiting.append(vars(value))
     return found

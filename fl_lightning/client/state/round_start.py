@@ -1,12 +1,12 @@
-"""Optimizers, learning-rate schedules and the fp16 scale at the start of every client of a round.
+"""Start of a client: optimizers, learning-rate schedules and the fp16 scale, reset for every client of a round.
 
-Every client starts with empty optimizer state (momentum, second moments) and with the options that the
-schedule has set for the round, because some optimizers write to their options while they step. If
-``training_step`` steps a schedule, this affects the current client only. For optimizers that are not
-torch's, the same holds for an inner optimizer and for numbers kept besides options and state.
+Every client starts with empty optimizer state (momentum, second moments) and with the round's options
+(learning rate, momentum, …). Changes that a step makes to options or schedules affect the current client
+only. For optimizers that are not torch's, inner optimizers and numbers in attributes are reset as well.
 
-A schedule that counts local steps stands at N r when round r begins, where N is the planned number of
-steps in a round: step k of every client has the options of position N r + k, computed once per round.
+A schedule that counts local steps has taken N r steps when round r begins, where N is the planned number of
+local steps in a round. Step k of every client uses the options after N r + k steps of the schedule, computed
+once per round.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from fl_lightning.core.errors import ConfigurationError
 
 # For each optimizer and each of its parameter groups, the options by name.
 Options = list[list[dict[str, Any]]]
-# Key of the options that change from local step to local step: a list of values for each.
+# Key, among the options of a group, of those that change from local step to local step: lists by name.
 BY_STEP = "by_step"
-
-
 # Schedules that count local steps: the planned steps of a round, N ≥ 1, and a function that advances the
 # schedules after the n-th local step of the run, n ≥ 1.
 LocalSchedules = tuple[int, Callable[[int], None]]
 
 
 class RoundStart:
-    """Records optimizers and schedules once per round, and restores them before every client.
+    """Records options of optimizers and schedules once per round, and restores them before every client.
 
     Args:
         optimizers: the clients' optimizers.
@@ -74,10 +72,10 @@ class RoundStart:
         self._schedules = list(schedules)
 
     def note(self, number: int = 0) -> None:
-        """Record the state of optimizers, schedules and fp16 loss scale at the start of a round."""
+        """Record options, schedules and fp16 loss scale at the start of a round with this number."""
         self._number, self._is_planned = number, self._by_step is None
         self._options: Options = [
-            [_copied(g) for g in each.param_groups] for each in self._optimizers
+            [copied_options(g) for g in each.param_groups] for each in self._optimizers
         ]
         groups = [group for of_one in self._options for group in of_one]
         self._has_tensors = any(isinstance(v, Tensor) for group in groups for v in group.values())
@@ -99,7 +97,7 @@ class RoundStart:
 
     @property
     def by_step(self) -> list[dict[str, list[Any]]]:
-        """Options that change from local step to local step, for every group; empty if there are none."""
+        """Options that change from local step to local step: lists by name, for every group; else empty."""
         groups = [group.get(BY_STEP, {}) for of_one in self.options for group in of_one]
         return groups if any(groups) else []
 
@@ -111,13 +109,13 @@ class RoundStart:
             group[BY_STEP] = {name: list(values[name]) for name in values if name in group}
 
     def _plan(self) -> None:
-        """Advance the schedules through the round's local steps and record the options of each."""
+        """Advance the schedules through the round's local steps, and record the options of each step."""
         if self._is_planned or self._by_step is None:
             return
         self.put_back()
         seen = []
         for step in self._steps_of_round():
-            seen.append([_copied(g) for each in self._optimizers for g in each.param_groups])
+            seen.append([copied_options(g) for each in self._optimizers for g in each.param_groups])
             self._by_step[1](step)
         self._is_planned = True
         groups = [group for of_one in self._options for group in of_one]
@@ -128,12 +126,12 @@ class RoundStart:
         self.put_back()
 
     def _steps_of_round(self) -> range:
-        """Numbers of the round's planned local steps in the run, counted from 1."""
+        """Return the numbers of the round's planned local steps, counted from 1 over the run."""
         count = 0 if self._by_step is None else self._by_step[0]
         return range(self._number * count + 1, (self._number + 1) * count + 1)
 
     def begin_step(self, step: int) -> None:
-        """Set the optimizer options of a client's local step; steps beyond the plan use those of the last planned step."""
+        """Set the optimizer options of a client's local step; later steps than planned use the last ones."""
         for optimizer, noted in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, noted, strict=True):
                 for name, values in options.get(BY_STEP, {}).items():
@@ -143,10 +141,10 @@ class RoundStart:
                     else:
                         group[name] = tuple(value) if isinstance(value, list) else value
         if self._by_step is not None:
-            self._tell_rates()
+            self._update_last_rates()
 
-    def _tell_rates(self) -> None:
-        """Update the rates that ``get_last_lr`` of the schedules returns."""
+    def _update_last_rates(self) -> None:
+        """Update what the schedules' ``get_last_lr`` returns."""
         for schedule in self._schedules:
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
@@ -193,13 +191,13 @@ class RoundStart:
             for group, options in zip(optimizer.param_groups, noted, strict=True):
                 for added in group.keys() - options.keys() - {"params"}:
                     del group[added]
-                group.update(_copied(options) if must_copy else options)
+                group.update(copied_options(options) if must_copy else options)
         triples = zip(self._schedules, self._positions, self._states, strict=True)
         for schedule, position, state in triples:
             if position is None or position != schedule.last_epoch:
                 schedule.load_state_dict(copy.deepcopy(state))
         if self._by_step is not None:
-            self._tell_rates()
+            self._update_last_rates()
         self.set_scale(self._scale)
 
     def scale(self) -> dict[str, Any] | None:
@@ -218,7 +216,8 @@ class RoundStart:
             self.scaler.load_state_dict(state)
 
 
-def _copied(options: dict[str, Any]) -> dict[str, Any]:
+def copied_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a parameter group's options, without parameters and options by local step."""
     # a learning rate may be a tensor, which optimizers and schedules change in place
     return {
         key: value.clone() if isinstance(value, Tensor) else value
@@ -248,6 +247,6 @@ def _refuse_changed(optimizer: Optimizer, tensors: list[tuple[str, Tensor, int]]
         if tensor._version != version:
             raise ConfigurationError(
                 f"the optimizer {type(optimizer).__name__} changes a tensor in its attribute {name}, "
-                "which the next client would start with: keep it in optimizer.state, which is empty when "
+                "with which the next client would start: keep it in optimizer.state, which is empty when "
                 "a client starts"
             )

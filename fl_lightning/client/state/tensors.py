@@ -1,8 +1,8 @@
-"""The tensors of a client's state: buffers and frozen parameters, and where a module holds its tensors.
+"""Tensors of a client's state: buffers and frozen parameters, and the memory of a module's tensors.
 
 Buffers that local steps change (batch norm's statistics, a mean teacher) are a client's state: every
-client begins with the global model's, and the server averages them. Other buffers are constants, such as
-class weights or an attention mask: they are not sent, and a check finds whether they change.
+client starts from the global model's, and the server averages them. Other buffers are constants, such as
+class weights or an attention mask: they are not sent, and a check detects changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
-# Integers of the same width as a number: their sum is exact in any order, also for bits of a NaN.
+# Integer type by number of bytes. A sum of integers is exact in any order, even for the bits of a NaN.
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,30 +31,30 @@ def is_number(tensor: Tensor) -> bool:
 
 
 def candidates(module: nn.Module) -> dict[str, Tensor]:
-    """Floating-point and complex buffers and frozen parameters, by name: they may be client state."""
+    """Return the tensors that may be client state: real and complex buffers and frozen parameters, by name."""
     params = {n: p for n, p in module.named_parameters() if not p.requires_grad}
     named: dict[str, Tensor] = dict(module.named_buffers()) | dict(params)
     return {name: tensor for name, tensor in named.items() if is_number(tensor)}
 
 
 def whole_numbers(module: nn.Module) -> list[Tensor]:
-    """Integer and bool buffers and frozen parameters, which are not averaged."""
+    """Return the integer and bool buffers and frozen parameters, which are not averaged."""
     frozen = (param for param in module.parameters() if not param.requires_grad)
     return [t for t in (*module.buffers(), *frozen) if not is_number(t)]
 
 
 def state_space(module: nn.Module, names: Collection[str], without: Collection[str] = ()) -> Space:
-    """Return the layout of a client's state, given the tensors' names and names to leave out."""
+    """Return the layout of a client's state, of the named tensors except those in ``without``."""
     named: dict[str, Tensor] = dict(module.named_buffers()) | dict(module.named_parameters())
     chosen = frozenset(names) - frozenset(without)
     return Space({name: tensor for name, tensor in named.items() if name in chosen})
 
 
 class Constants:
-    """Checksums of tensors that local training must not change, taken when this is created.
+    """Detects changes of tensors that local training must not change, by checksums.
 
     Args:
-        tensors: tensors by name.
+        tensors: tensors by name, with their original values.
 
     Example:
         >>> mask = torch.zeros(2)
@@ -72,27 +72,27 @@ class Constants:
         self._sums = self._now()
 
     def _now(self) -> list[Any]:
-        """Sums of the tensors' bits, which show a change without a copy of the tensor."""
+        """Return the sum of each tensor's bits, which changes with the tensor and needs no copy of it."""
         with torch.no_grad():
             tensors = [tensor.detach() for tensor in self._tensors.values()]
             sums = [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
             return torch.stack(sums).tolist() if sums else []
 
     def changed(self) -> list[str]:
-        """Names of the tensors that have changed."""
+        """Return the names of the tensors that have changed."""
         trios = zip(self._tensors, self._now(), self._sums, strict=True)
         return [name for name, now, before in trios if now != before]
 
 
 def memory_of(tensors: Collection[Tensor]) -> list[Any]:
-    """Addresses and shapes of tensors; empty inside `vmap` and the compiler, where tensors have none."""
+    """Return addresses and shapes of tensors; empty inside `vmap` and the compiler, where tensors have none."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return []
     return [*map(Tensor.data_ptr, tensors), *map(Tensor.size, tensors)]
 
 
 class ModuleTensors:
-    """Records which tensors a module holds, their memory, and which parameters are trainable.
+    """Record of a module's tensors, their memory, and which parameters are trainable.
 
     ``self.centre = 0.9 * self.centre + …`` replaces a buffer by another tensor, and ``self.centre.data =
     …`` replaces its memory: `restore_memory` undoes both and keeps the new values. A module that steps its
@@ -151,9 +151,9 @@ class ModuleTensors:
         self._put_flags_back()
         if moved is not None:
             raise ConfigurationError(
-                f"{self._params[moved]} was frozen when the run started and training_step unfroze it: "
-                "what clients and server exchange is fixed when a run starts. Leave it frozen, or "
-                "unfreeze it before."
+                f"{self._params[moved]} was frozen when the run started and training_step unfroze it, but "
+                "clients and server exchange the same parameters in every round: leave it frozen, or "
+                "unfreeze it before the run"
             )
         self.restore_memory()
 
@@ -163,7 +163,7 @@ class ModuleTensors:
                 param.requires_grad_(trains)
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors whose memory, shape or dtype has changed, each with its recorded memory."""
+        """Return the tensors whose memory, shape or dtype has changed, each with its recorded memory."""
         pairs = zip(self._tensors, self._memory, strict=True)
         return [
             (tensor, memory)
@@ -198,7 +198,7 @@ class ModuleTensors:
                 self.put_back()
                 raise ConfigurationError(
                     f"{known[0]} and {path} were the same tensor, and training_step has replaced only one of "
-                    "them: write in place, or use two tensors from the start"
+                    "them: change it in place (copy_), or use two tensors from the start"
                 )
         with torch.no_grad():
             for tensor, memory in moved.items():
@@ -207,7 +207,10 @@ class ModuleTensors:
                 tensor.copy_(present)
 
     def put_back(self) -> None:
-        """Restore the recorded tensors, their memory and ``requires_grad``; current values may be lost."""
+        """Restore the recorded tensors, their memory and ``requires_grad``, e.g. after an error.
+
+        Current values may be lost.
+        """
         self._put_flags_back()
         for _, members, name, tensor in self._places:
             members[name] = tensor
@@ -216,11 +219,34 @@ class ModuleTensors:
 
 
 def _misfit(path: str, shape: torch.Size, present: object) -> str:
-    found = f"shape {tuple(present.shape)}" if isinstance(present, Tensor) else "nothing"
-    return (
-        f"{path} was replaced by {found} while it trained, it had shape {tuple(shape)}: parameters and "
-        "buffers keep their shapes in a federation. Keep what grows in a list on the module."
+    change = (
+        f"got the shape {tuple(present.shape)}" if isinstance(present, Tensor) else "was removed"
     )
+    return (
+        f"{path} {change} while a client trained, it had shape {tuple(shape)}: parameters and buffers must "
+        "keep their shapes. Keep what grows in a list on the module"
+    )
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if it has none of its own, e.g. on the meta device."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta and not is_lazy(tensor)
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
+
+
+def read_tensor(device: str | None, tensor: Tensor) -> list[Any]:
+    """Return the values (on a device if given), ``requires_grad`` and gradient of a tensor."""
+    grad = tensor.grad if tensor.is_leaf else None
+    return [tensor.detach().to(device or tensor.device), tensor.requires_grad, grad]
+
+
+def write_tensor(tensor: Tensor, before: list[Any], memory: Tensor) -> None:
+    """Restore a result of `read_tensor`, and the memory of the tensor."""
+    with torch.no_grad():
+        tensor.data = memory
+        tensor.copy_(before[0])
+    if tensor.is_leaf:
+        tensor.requires_grad_(before[1]).grad = before[2]
 
 
 def same_value(now: Any, before: Any) -> bool:
@@ -234,11 +260,9 @@ def same_value(now: Any, before: Any) -> bool:
     """
     if now is before:
         return True
-    if isinstance(now, Tensor) and isinstance(
-        before, Tensor
-    ):  # the copy of a Parameter is a Tensor
+    if isinstance(now, Tensor) and isinstance(before, Tensor):  # a Parameter's copy is a Tensor
         kinds = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (now, before)]
-        return kinds[0] == kinds[1] and same_numbers(now, before)
+        return kinds[0] == kinds[1] and _same_numbers(now, before)
     if type(now) is not type(before):
         return False
     try:
@@ -255,8 +279,8 @@ def same_value(now: Any, before: Any) -> bool:
         return False
 
 
-def same_numbers(now: Tensor, before: Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype hold equal numbers; NaN equals NaN."""
+def _same_numbers(now: Tensor, before: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype are equal; NaN equals NaN."""
     if now.device.type == "meta":
         return True
     try:

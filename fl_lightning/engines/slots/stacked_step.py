@@ -20,7 +20,6 @@ from fl_lightning.engines.functional import CannotStack
 from fl_lightning.engines.functional.functional_step import StepContext, Tensors
 from fl_lightning.engines.slots.inputs import StepPart
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
-from fl_lightning.engines.slots.step_facts import BatchOf, Rehearsal
 from fl_lightning.engines.slots.step_functions import (
     Inputs,
     Outputs,
@@ -94,7 +93,7 @@ class StackedStep:
         self.read_options()
 
     def read_options(self) -> None:
-        """Read the optimizer's current options and masks, before the round's `rehearse`."""
+        """Read the optimizer's current options and masks, before `StepGraphs.rehearse`."""
         groups = self._optimizer.param_groups
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
@@ -123,10 +122,6 @@ class StackedStep:
         """Set the parameters that a correction pulls all clients to, by name, without client axis."""
         self._starts = starts
         self._pull.fill_(pull)
-
-    def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
-        """Rehearse the step at the beginning of a round, see `StepGraphs.rehearse`."""
-        return self.graphs.rehearse(batch, sizes)
 
     def __call__(self, part: StepPart, apart: Sequence[StepPart] = ()) -> None:
         """Run one step in every slot.

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.state.attributes import Attributes
+from fl_lightning.client.state.round_start import copied_options
+from fl_lightning.client.state.tensors import same_value
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.engines.compiler.compiling import Compiled
 from fl_lightning.engines.functional import CannotPad, CannotStack
@@ -166,8 +168,14 @@ class StepGraphs:
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """Undo changes that the step makes to Python objects, then raise CannotStack for them."""
+        """Undo changes that the step makes to Python objects or the optimizer's options, and refuse them.
+
+        Raises:
+            CannotStack: if there are any.
+        """
         state, reason = Attributes(self._module, ignore=self._ignore, outside=True), None
+        groups = self._optimizer.param_groups
+        options = [copied_options(group) for group in groups]
         try:
             yield
         except CannotStack as found:
@@ -176,15 +184,14 @@ class StepGraphs:
             changes = state.changes()
             if changes:
                 state.put_back()
+            for group, before in zip(groups, options, strict=True):
+                changed = [n for n, value in before.items() if not same_value(group.get(n), value)]
+                changes += [f"the option {name} of the optimizer" for name in changed]
+                group.update({name: before[name] for name in changed})
         if changes:  # which is why it does other things the next time
             raise CannotStack(f"training_step changes {changes[0]}")
         if reason is not None:
             raise reason
-
-    @property
-    def is_unused_any(self) -> bool:
-        """True if some trainable parameter does not influence the loss."""
-        return bool(self.functions.unused)
 
     def run(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
         """Run a kind of step, compiled if possible.

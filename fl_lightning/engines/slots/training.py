@@ -131,7 +131,7 @@ class SlotTrainer:
     ) -> Iterator[Updates]:
         self._step.read_options()
         sizes = {self._batch_size, *work.sizes.tolist()}
-        rehearsal = self._step.rehearse(partial(self._inputs.batch_like, work[0]), sizes)
+        rehearsal = self._step.graphs.rehearse(partial(self._inputs.batch_like, work[0]), sizes)
         self._refuse_constants()
         rehearsals = self._step.graphs.rehearsals
         draws = {size: r.draws for size, r in rehearsals.items()} if rehearsal.draws.numbers else {}
@@ -218,7 +218,7 @@ class SlotTrainer:
             firsts = work.sizes[work.first_steps[:-1]]
             alike = alike and bool((firsts == firsts[0]).all())
         has_own = bool(self._step.buffers) or self._own is not None
-        return alike and not has_own and not self._step.graphs.is_unused_any
+        return alike and not has_own and not self._step.graphs.functions.unused
 
     def _enter(self, newcomers: Sequence[SlotClient]) -> None:
         """Write the personal parameters of starting clients into their slots."""

@@ -148,6 +148,8 @@ class SlotEngine:
         """
         if not work:
             return
+        if replace(self.stacking, **_clipping(self._trainer)) != self.stacking:
+            raise CannotStack("trainer.gradient_clip_val has changed since slots were chosen")
         counting = counts_of(self._trainer).of_slots(work[0].round_index)
         with (
             counting,

@@ -64,7 +64,7 @@ class OneByOne:
         self._watches = False
         outside = Attributes(self._module, ignore=NOT_THE_USERS, outside=True)
         sent = self._train(work, start)
-        if changes := outside.changes_outside():
+        if changes := outside.changes(outside=True):
             rank_zero_info(
                 f"state: training_step changes {changes[0]}, which is not restored between clients: make it an "
                 "attribute of the module if every client is to start from its value at the round's start"

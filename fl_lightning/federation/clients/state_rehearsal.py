@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.swa_utils import AveragedModel
 
-from fl_lightning.client.personal.personalisation import name_matches
+from fl_lightning.client.personal import name_matches
 from fl_lightning.client.state.tensors import candidates
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError

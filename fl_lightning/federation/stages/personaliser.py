@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.corrections.correction import AddedTerm, GradientTerm
-from fl_lightning.client.personal.beside import Mixing
-from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.personal import Mixing, Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import MetricStates, metrics_of

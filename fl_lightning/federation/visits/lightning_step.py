@@ -27,7 +27,7 @@ from fl_lightning.client.corrections.correction import AddedTerm
 from fl_lightning.client.local_step import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizers import stepped_with_closure, takes_closure
-from fl_lightning.client.personal.beside import Mixing
+from fl_lightning.client.personal import Mixing
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.engines import (
     FasterStep,

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.personal import Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_generator

@@ -34,7 +34,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.personal import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import modes_kept
 from fl_lightning.core.seeds import torch_generator
