@@ -1,12 +1,12 @@
-"""Changes of clients' examples (inputs and labels): transforms per client, and attackers' poison.
+"""Changes of clients' examples, inputs and labels: transforms that differ by client, and attackers' poison.
 
     batch  →  rows of each client  →  apply(inputs, labels, client, seeds)  →  batch
     label flip         y → C - 1 - y
     backdoor trigger   a patch in the image's corner → target class
 
-An example belongs to one client and is changed in the same way whenever it is read, by every engine and
-after a restart; so this is no augmentation. Transforms also change held-out examples. Poison changes only
-training examples, after the data module's ``transforms``.
+An example belongs to one client. Every engine changes it in the same way at every reading, also after a
+restart, unlike augmentation. Transforms also change held-out examples. Poison changes only training
+examples, after the data module's ``transforms``.
 
 Sources: rotated images, Ghosh et al. 2020, NeurIPS, section 6.1; permuted labels, Sattler et al. 2021,
 IEEE TNNLS, section VI; label flip, Fang et al. 2020, Local Model Poisoning Attacks; trigger, Gu et al.
@@ -37,8 +37,8 @@ class ExampleTransform(Protocol):
         """Return the transformed inputs and labels, of the same shapes and types.
 
         Args:
-            inputs: inputs of n examples of the client, shape (n, …); do not change them in place.
-            labels: labels of these examples, shape (n, …); likewise.
+            inputs: inputs of n examples of the client, shape (n, …); must not be changed in place.
+            labels: labels of these examples, shape (n, …); must not be changed in place.
             client: client that owns the examples.
             seeds: seed of each example, for random transforms.
         """
@@ -86,9 +86,9 @@ class QuarterTurns:
 @final
 @dataclass(frozen=True)
 class LabelPermutation:
-    """Permutes the class labels differently for each group of clients, so that class 3 may be class 7 elsewhere.
+    """Permutes class numbers, differently for each group of clients; group 0 keeps them.
 
-    Client c is in group c mod ``num_groups``; group 0 keeps its labels.
+    Client c is in group c mod ``num_groups``.
 
     Args:
         num_classes: number of classes, ≥ 2.
@@ -116,12 +116,7 @@ class LabelPermutation:
         self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Return the inputs unchanged, and the permuted labels."""
-        largest = int(labels.max())
-        if not 0 <= int(labels.min()) <= largest < self.num_classes:
-            raise ConfigurationError(
-                f"data.example_transforms: LabelPermutation has num_classes {self.num_classes}, and "
-                f"there is a label {largest}"
-            )
+        _check_labels(labels, self.num_classes, "data.example_transforms: LabelPermutation")
         group = client % self.num_groups
         if not group:
             return inputs, labels
@@ -132,7 +127,7 @@ class LabelPermutation:
 
 
 class Poison(Protocol):
-    """A change of attackers' examples.
+    """Changes that attackers make to their training examples.
 
     Attributes:
         share: share of an attacker's examples that are changed, in [0, 1].
@@ -148,10 +143,10 @@ class Poison(Protocol):
 @final
 @dataclass(frozen=True)
 class LabelFlip:
-    """Replaces labels by wrong labels.
+    """Replaces each label y of C classes by C - 1 - y.
 
     Args:
-        num_classes: C; class y becomes C - 1 - y.
+        num_classes: number of classes C, ≥ 2.
         share: share of an attacker's examples that are changed, in [0, 1].
 
     Raises:
@@ -171,11 +166,7 @@ class LabelFlip:
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs unchanged, and the flipped labels."""
-        if labels.numel() and int(labels.max()) >= self.num_classes:
-            raise ConfigurationError(
-                f"attackers.poison: num_classes must be above every label, and there is a label "
-                f"{int(labels.max())}, got {self.num_classes}"
-            )
+        _check_labels(labels, self.num_classes, "attackers.poison: LabelFlip")
         return inputs, self.num_classes - 1 - labels
 
 
@@ -185,7 +176,7 @@ class Trigger:
     """Adds a patch to the lower right corner of images and labels them as one class (a backdoor).
 
     Args:
-        target: the class.
+        target: class that the changed images get as their label.
         size: height and width of the patch in pixels, ≥ 1.
         value: value of the patch's pixels, in every channel, in the units of the model's inputs.
         share: share of an attacker's examples that are changed, in [0, 1].
@@ -212,6 +203,7 @@ class Trigger:
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images with the patch, and the target class as labels."""
+        _check_labels(labels, None, "attackers.poison: Trigger")
         smallest = min(inputs.shape[-2:])
         if self.size > smallest:
             raise ConfigurationError(
@@ -222,13 +214,30 @@ class Trigger:
         return changed, torch.full_like(labels, self.target)
 
 
+def _check_labels(labels: Tensor, num_classes: int | None, rule: str) -> None:
+    """Raise ConfigurationError if labels are no class numbers in [0, num_classes)."""
+    if labels.ndim > 1 and labels.is_floating_point():
+        raise ConfigurationError(
+            f"{rule} changes class numbers, got rows of shape {tuple(labels.shape[1:])} in {labels.dtype}, "
+            "such as one-hot rows: let the data set return the number of the class"
+        )
+    if num_classes is None:
+        return
+    wrong = labels[(labels < 0) | (labels >= num_classes)]
+    if len(wrong):
+        raise ConfigurationError(
+            f"{rule}: num_classes must be above every label, and labels at least 0, got num_classes "
+            f"{num_classes} and a label {int(wrong[0])}"
+        )
+
+
 def _check_share(poison: object, share: float) -> None:
     advice = ": it is the part of an attacker's examples that is changed"
     check_range(f"{type(poison).__name__}: share", share, "in [0, 1]", advice)
 
 
 def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
-    """Owner (client) of each example, shape (N,); -1 for no client.
+    """Client that owns each example, shape (N,); -1 if none does.
 
     Args:
         shards: shards of training, validation and test.
@@ -259,13 +268,13 @@ def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
 def poisoned_examples(
     shards: FlatShards, clients: Sequence[int], share: float, num_examples: int, seed: int
 ) -> Tensor:
-    """Attacker that changes each example, shape (num_examples,); -1 for none.
+    """Attacker that poisons each example, shape (num_examples,); -1 if none does.
 
     Args:
         shards: examples that each client trains on.
         clients: the attackers.
-        share: share of each attacker's examples, rounded.
-        num_examples: number of examples of all clients together.
+        share: share of each attacker's examples that are poisoned, in [0, 1]; rounded to whole examples.
+        num_examples: number of examples of the data set.
         seed: seed of the choice.
 
     Raises:
@@ -293,12 +302,12 @@ Change = Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
 def changed_reader(
     read: Callable[[Tensor], Any], owners: Tensor, change: Change, option: str
 ) -> Callable[[Tensor], Any]:
-    """Wrap a batch reader (a function of indices, shape (B,)) so that clients' examples are transformed or poisoned.
+    """Return a batch reader that transforms or poisons clients' examples.
 
     Args:
-        read: function from indices to a batch, a pair of inputs and labels.
-        owners: client that changes each example, shape (N,); -1 for none.
-        change: the change.
+        read: function from indices of examples, shape (B,), to a batch: a pair of inputs and labels.
+        owners: client that changes each example, shape (N,); -1 for unchanged examples.
+        change: function that changes examples of one client.
         option: name of the option, for errors.
     """
 

@@ -1,6 +1,6 @@
-"""One value per example, e.g. its label or its owner, and conversion of labels to classes.
+"""Columns: one value per example, e.g. its label or its owner; and conversion of labels to classes.
 
-Values are given by
+A column is given by
 
     a name         name of an attribute of the data set, of a column, or of a key of its items
     a function     function of the data set, or its import path
@@ -13,7 +13,7 @@ Labels become classes as follows:
 
     one-hot rows               the index of the 1
     0.0 and 1.0                0 and 1, the targets of binary losses
-    real numbers, n bins       number of the quantiles 1/n, 2/n, … that are at most the number
+    real numbers, n bins       how many of the quantiles 1/n, 2/n, … are at most the number
     strings, integers          unchanged; partitions sort them
 
 Other real numbers are no classes: they are rejected if classes are needed, even if they are integral,
@@ -76,7 +76,7 @@ def read_column(
     if len(values) != count:
         raise ConfigurationError(
             f"{option}: {type(dataset).__name__} has {count} examples, got {len(values)} values: "
-            "give one for each"
+            "give one value per example"
         )
     return values
 
@@ -99,7 +99,7 @@ def _imported(name: str | None) -> Callable[[Any], Any] | None:
 
 
 def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | None:
-    """Return a column that a data set stores under a name; None without one."""
+    """Return a column that a data set stores under a name; None if it stores none."""
     for each in LABEL_NAMES if name is None else (name,):
         if (values := _own(dataset, each)) is not None:
             return _on_the_host(values, option)
@@ -132,14 +132,14 @@ def _joined(parts: Sequence[npt.NDArray[Any] | None], option: str) -> npt.NDArra
     if len({(part.shape[1:], part.dtype.kind) for part in found}) > 1:
         kinds = ", ".join(f"{part.dtype} of shape {part.shape}" for part in found)
         raise ConfigurationError(
-            f"{option}: the parts of the ConcatDataset hold different kinds of values, {kinds}: give "
-            "a function of the data set that makes them alike"
+            f"{option}: the parts of the ConcatDataset have different kinds of values, {kinds}: give a "
+            "function of the data set that returns values of one kind"
         )
     return np.concatenate(found)
 
 
 def _of_items(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any]:
-    """Read one part, e.g. the label, of every example; this loads all examples."""
+    """Read one part, e.g. the label, of every example, which loads all examples."""
     values: list[Any] = []
     try:
         for index in range(len(dataset)):
@@ -174,9 +174,9 @@ def _refusal(dataset: Any, name: str | None, option: str) -> str:
             f"or key of its items{has}: give another name, a function of the data set, or the values"
         )
     return (
-        f"cannot tell the labels of {what}{has}: name the attribute, column or key of its items that "
-        "holds one label per example, as FederatedDataModule(labels='…'), or give a function of the "
-        "data set, or the values"
+        f"data.labels: no labels were found in {what}{has}: set it to the attribute, column or key of its "
+        "items that has one label per example, as in FederatedDataModule(labels='…'), or to a function of "
+        "the data set, or to the labels"
     )
 
 
@@ -186,7 +186,7 @@ _MOST_WORDS = 20_000  # the most frequent ones; a topic has a number for each
 @final
 @dataclass(frozen=True)
 class Topics:
-    """Topic of each text, a number from 0: k-means on TF-IDF vectors, as labels or owners of examples.
+    """Groups texts by topic (k-means on TF-IDF vectors); the topics can be labels or owners of examples.
 
         topic of d = argmin_k ‖x_d - c_k‖²,    x_d = v_d / ‖v_d‖
         v_dw = (1 + ln n_dw) (1 + ln((1 + N) / (1 + N_w)))
@@ -274,7 +274,9 @@ def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
     try:
         array = column_of(values)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{option}: values must be of one shape each: {error}") from error
+        raise ConfigurationError(
+            f"{option}: values must all have the same shape: {error}"
+        ) from error
     if array.dtype.kind in "OmM" and (missing := sum(map(is_missing, array.ravel()))):
         raise ConfigurationError(
             f"{option}: {missing} of {len(array)} values are missing (None or nan): leave these "
@@ -318,7 +320,7 @@ def are_classes(labels: npt.NDArray[Any]) -> bool:
 def classes_of(
     labels: npt.NDArray[Any], rule: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Class of every example, in [0, C) by sorted label, and the sizes of the classes.
+    """Number classes in the order of sorted labels; return every example's class and the classes' sizes.
 
     Args:
         labels: shape (N,).
@@ -336,14 +338,16 @@ def classes_of(
         raise ConfigurationError(
             f"{rule} divides by class, and the labels are {len(different)} different real numbers from "
             f"{different[0]:g} to {different[-1]:g}: set data.bins, e.g. to 10, to divide by their "
-            "quantiles, or, where they are classes, give whole numbers (int) with data.labels"
+            "quantiles; or if they are classes, set data.labels to whole numbers (int)"
         )
     _, classes, sizes = np.unique(as_labels(labels), return_inverse=True, return_counts=True)
     return classes, sizes
 
 
 def quantile_bins(labels: npt.NDArray[Any], bins: int) -> npt.NDArray[np.int64]:
-    """Bin of every number, in [0, bins); bins are equally large up to ties.
+    """Bin of every number, in [0, bins); bins are equally large, except that equal numbers share a bin.
+
+    A number at an edge, which is a quantile, is in the upper bin.
 
     Args:
         labels: shape (N,).
@@ -355,11 +359,13 @@ def quantile_bins(labels: npt.NDArray[Any], bins: int) -> npt.NDArray[np.int64]:
     Example:
         >>> quantile_bins(np.array([0.3, 9.0, 0.1, 1.5]), 2)
         array([0, 1, 0, 1])
+        >>> quantile_bins(np.array([1, 2, 2, 3]), 2)  # the edge is 2
+        array([0, 1, 1, 1])
     """
     if labels.ndim != 1 or labels.dtype.kind not in "biuf" or not np.isfinite(labels).all():
         raise ConfigurationError(
-            f"data.bins divides one finite number per example, got labels of type {labels.dtype} and "
-            f"shape {labels.shape}: leave bins out, or name other labels with data.labels"
+            f"data.bins needs one finite number per example as label, got labels of type {labels.dtype} and "
+            f"shape {labels.shape}: leave bins out, or set data.labels to other labels"
         )
     numbers = labels.astype(np.float64)
     edges = np.quantile(numbers, np.arange(1, bins) / bins)

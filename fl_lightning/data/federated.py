@@ -47,8 +47,10 @@ from fl_lightning.data.shards import FlatShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import Read
 
-MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
-STATISTICS = "batch_norm/sums"  # name of sums for batch norm statistics, among those that remote clients send
+MAX_CLIENTS_COUNTED = 10_000  # clients whose classes `FederatedDataModule.summary` counts
+STATISTICS = (
+    "batch_norm/sums"  # name under which remote clients send sums for batch norm statistics
+)
 _CENTRAL = "all examples of a central run"  # instead of a partition's fingerprint in checkpoints
 
 
@@ -64,10 +66,10 @@ class FederatedDataModule(ForwardingDataModule):
             Every client shuffles its own examples. Examples that a sampler leaves out belong to no
             client; a `WeightedRandomSampler` weighs inside each client; other samplers are rejected.
         num_clients: number of clients; not needed if the partition determines it (natural ids).
-        partition: the rule that divides the examples, `IID` if None.
+        partition: rule that divides the examples among the clients; `IID` if None.
         batch_size: examples per local batch; the source's if None.
-        client_val_fraction: share of every client's examples, in [0, 1), for validating the client; it
-            never trains on them.
+        client_val_fraction: share of every client's examples, in [0, 1), for validating the client,
+            which never trains on them.
         client_test_fraction: share of every client's examples, in [0, 1), for testing the client;
             disjoint from the other two parts. If the source has no test set, the shares of all clients
             together are the test set.
@@ -88,8 +90,8 @@ class FederatedDataModule(ForwardingDataModule):
             for targets that are real numbers or many integers.
         update_weight: column of whole numbers ≥ 0, whose sum over a client's training examples weights its
             update, e.g. ``answer_tokens`` of `Completions`; None counts the examples.
-        ignore_sampler: every client shuffles all of its examples, for any sampler or batch sampler of
-            the source.
+        ignore_sampler: whether to ignore the source's sampler or batch sampler; every client then
+            shuffles all of its examples.
         seed: seed of partition and held-out parts; the run's seed if None.
 
     Raises:
@@ -158,7 +160,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def fitted_transforms(self) -> list[Transform]:
-        """The transforms as functions of inputs, fitted to all clients' training examples."""
+        """The `transforms` as functions of inputs, fitted to all clients' training examples."""
         return fit_transforms(self.transforms, self.clients, self._read(augmented=False))
 
     def _test_sets(self) -> Any:
@@ -174,14 +176,14 @@ class FederatedDataModule(ForwardingDataModule):
         examples = torch.from_numpy(self.held_out("test").indices).long()
         rank_zero_info(
             f"test set: the {len(examples):,} test examples of all clients together, because "
-            f"{type(self.source).__name__} has none of its own"
+            f"{type(self.source).__name__} has no test set of its own"
         )
         batches: Any = [some for some in examples.split(self.batch_size) if len(some)]
         read: Any = self.evaluation_batch
         return DataLoader(batches, batch_size=None, collate_fn=read)
 
     def train_dataloader(self) -> Any:
-        """Return the client groups of the rounds in a federation, else the loader of a central run."""
+        """Return the groups of clients of every round in a federation, else the loader of a central run."""
         if self._rounds is not None:
             return self._rounds
         if self.search_fraction or self.example_transforms:
@@ -190,7 +192,7 @@ class FederatedDataModule(ForwardingDataModule):
         return self.changed(self.source.train_dataloader())
 
     def train_in_rounds(self, rounds: Any) -> None:
-        """Make `train_dataloader` return the clients of each round; None returns to central training."""
+        """Make `train_dataloader` return the clients of every round; None restores central training."""
         self._rounds = rounds
         if rounds is not None:
             self._trained_on = None
@@ -213,7 +215,7 @@ class FederatedDataModule(ForwardingDataModule):
         size = self._batch_size or self.training.option("batch_size")
         if size is None:
             raise ConfigurationError(
-                "the source's loader has no batch_size: give FederatedDataModule a batch_size"
+                "the source's loader has no batch_size: set data.batch_size (of FederatedDataModule)"
             )
         return int(size)
 
@@ -229,13 +231,13 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _classes(self) -> npt.NDArray[Any]:
-        """Labels by which examples are partitioned, or bins of real-valued labels, shape (N,)."""
+        """Labels by which examples are partitioned, shape (N,); with ``bins``, the bin of each label."""
         return self.labels if self.bins is None else quantile_bins(self.labels, self.bins)
 
     @cached_property
     def _roles(self) -> Roles:
         if self.label_column is not None:
-            _ = self.labels  # refused if wrong, also by a partition without labels
+            _ = self.labels  # a wrong column is refused, also with a partition that reads no labels
         shares = {"validation": self.client_val_fraction, "test": self.client_test_fraction}
         if any(shares.values()):
             check_drawn_once(self.training)
@@ -244,15 +246,15 @@ class FederatedDataModule(ForwardingDataModule):
         )
         return Roles.of(shards, **shares, search=self.search_fraction, seed=self.seed)
 
-    # For remote clients: function from a stage (``validation`` or ``test``) and clients to the metrics
-    # that each client logs on its held-out examples. Set by the part that evaluates them remotely.
+    # Set for remote clients: function from a stage (``validation`` or ``test``) and clients to the metrics
+    # that each client logs on its held-out examples.
     evaluated_by: Callable[[str, list[int]], dict[int, dict[str, Tensor]]] | None = None
-    # For remote clients: function that asks them for sums over their training examples. Its arguments are
-    # those of `ClientsAtSites.sums`.
+    # Set for remote clients: function that returns sums over their training examples, with the arguments
+    # of `ClientsAtSites.sums`.
     summed_by: Callable[..., Iterator[Any]] | None = None
 
     def join_as(self, places: Mapping[int, int], num_clients: int) -> None:
-        """Renumber the clients as part of a larger federation, whose other clients get no examples.
+        """Become part of a larger federation: renumber the clients; the other clients have no examples here.
 
         Args:
             places: number of the local client, by number of the federation's client.
@@ -262,17 +264,17 @@ class FederatedDataModule(ForwardingDataModule):
             ConfigurationError: if there is no such client.
         """
         vars(self)["_roles"] = self._roles.placed(places, num_clients)
-        for name in ("_owners", "update_weights", "train_batch", "evaluation_batch"):
+        for name in ("_owners", "fingerprint", "update_weights", "train_batch", "evaluation_batch"):
             vars(self).pop(name, None)
 
     @property
     def clients(self) -> FlatShards:
-        """Training examples of each client; in an architecture search, the part that trains the weights."""
+        """Training examples of each client; in a search over architectures, those for the weights."""
         return self._roles.train
 
     @cached_property
     def update_weights(self) -> Integers:
-        """Aggregation weight of each client's updates, ≥ 1 with examples; shape (num_clients,)."""
+        """Weight of each client's updates in aggregation, shape (num_clients,); 0 only without examples."""
         column = self.update_weight
         if column is None:
             return self.clients.num_examples
@@ -281,13 +283,13 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def _weights_hash(self) -> str | None:
-        """Hash of the weights of updates, or None if they are numbers of examples."""
+        """Hash of `update_weights`; None if these are numbers of examples."""
         if self.update_weight is None:
             return None
         return blake2b(self.update_weights.tobytes(), digest_size=16).hexdigest()
 
     def held_out(self, stage: str) -> FlatShards:
-        """Held-out examples of each client for a stage, ``validation`` or ``test``; else empty shards."""
+        """Held-out examples of each client for ``validation`` or ``test``; empty shards if there are none."""
         return self._roles.test if stage == "test" else self._roles.validation
 
     @property
@@ -296,9 +298,9 @@ class FederatedDataModule(ForwardingDataModule):
         if self._trained_on is None or self._trained_on == self.fingerprint:
             return None
         return (
-            "the model was trained on another partition or centrally, perhaps on the examples that "
-            "clients hold out here (use the num_clients, partition, client_val_fraction, "
-            "client_test_fraction and seed of the run that wrote the checkpoint)"
+            "the model was trained on another partition or centrally, perhaps on examples that clients "
+            "hold out here (use the num_clients, partition, client_val_fraction, client_test_fraction and "
+            "seed of the run that wrote the checkpoint)"
         )
 
     @cached_property
@@ -309,8 +311,8 @@ class FederatedDataModule(ForwardingDataModule):
     def summary(self) -> PartitionSummary:
         """Return sizes and classes of every client's training examples.
 
-        With more than 10,000 clients, classes are counted for 10,000 of them, evenly spaced. If labels
-        are no classes (missing, vectors, real numbers without ``bins``), none are counted.
+        With more than 10,000 clients, classes are counted for 10,000 of them, evenly spaced. No classes
+        are counted if labels are missing, vectors, or real numbers without ``bins``.
         """
         try:
             labels = self._classes if are_classes(self._classes) else None
@@ -331,7 +333,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _owners(self) -> Tensor:
-        """Client of each example, shape (N,), see `owners_of`."""
+        """Client that owns each example, shape (N,); -1 if none does."""
         roles = self._roles
         return owners_of((roles.learning, roles.validation, roles.test), len(self.training))
 
@@ -374,7 +376,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def reads_by_index(self) -> bool:
-        """True if a batch is a selection of rows in memory that is equal at every reading."""
+        """True if a batch is a selection of rows in memory, equal at every reading."""
         return self.training.reads_rows and not self.example_transforms
 
     def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
@@ -389,7 +391,7 @@ class FederatedDataModule(ForwardingDataModule):
         return self._reader(self._read(augmented=False))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the facts that must not change when a run is resumed."""
+        """Return hashes of what must not change when a run is resumed, and the source's state."""
         is_central = self._trained_on == _CENTRAL
         return {
             "partition": _CENTRAL if is_central else self.fingerprint,
@@ -398,7 +400,7 @@ class FederatedDataModule(ForwardingDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise ConfigurationError if training resumes with another partition or other update weights."""
+        """Restore the source's state; raise if training resumes with another partition or other weights."""
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
         partition = state_dict["partition"]
         if fitting and partition != _CENTRAL:
@@ -411,7 +413,7 @@ class FederatedDataModule(ForwardingDataModule):
                 )
             if state_dict.get("update_weights") != self._weights_hash:
                 raise ConfigurationError(
-                    "the checkpoint was trained with other weights of updates: resume with the "
+                    "the checkpoint was trained with another data.update_weight: resume with the "
                     "update_weight of the run that wrote it, or start anew without ckpt_path"
                 )
         self._trained_on = None if fitting else partition

@@ -1,4 +1,4 @@
-"""A data module that wraps another one, its source, and forwards attributes, hyperparameters, hooks and loaders."""
+"""Base of data modules that wrap another one, their source, and behave like it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _HOOKS = (
 
 
 class ForwardingDataModule(LightningDataModule):
-    """Forwards attributes and hooks of a data module to its source.
+    """Base of data modules that forward attributes, hyperparameters, hooks and loaders of a source.
 
     Attributes that this data module lacks, e.g. ``num_classes``, are the source's. Hyperparameters are
     logged and saved as if the source were used alone.
 
     Args:
         source: any data module.
-        ignore_sampler: whether the training set has all examples, for any sampler of the source.
+        ignore_sampler: whether to ignore the source's sampler, so that all examples are used.
 
     Raises:
-        ConfigurationError: if it is none.
+        ConfigurationError: if ``source`` is no data module.
     """
 
     def __init__(self, source: LightningDataModule, *, ignore_sampler: bool = False) -> None:
@@ -94,7 +94,7 @@ class ForwardingDataModule(LightningDataModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """The source's hyperparameters as they were first saved."""
+        """The source's hyperparameters when they were saved first."""
         return self.source.hparams_initial
 
     def prepare_data(self) -> None:
@@ -112,9 +112,11 @@ class ForwardingDataModule(LightningDataModule):
         if trainer is not None and (trainer.validating or trainer.testing):
             name = "test_dataloader" if trainer.testing else "val_dataloader"
             if not any(is_overridden(name, each) for each in (self, trainer.lightning_module)):
-                advice = "the examples that clients hold out are validated beside that set only"
+                advice = (
+                    "define one; clients' held-out examples are validated only beside such a set"
+                )
                 if trainer.testing:
-                    advice = "or set data.client_test_fraction, to test on clients' own examples"
+                    advice = "define one, or set data.client_test_fraction to test on clients' own examples"
                 raise ConfigurationError(
                     f"{stage} needs a {name} in {type(self.source).__name__}: {advice}"
                 )
@@ -129,7 +131,7 @@ class ForwardingDataModule(LightningDataModule):
     @cached_property
     def training(self) -> TrainingSet:
         """The data set of the source's training loader."""
-        if not self._is_set_up:  # only once, because a source may split at random
+        if not self._is_set_up:  # not twice, because a source may split at random
             self.setup("fit")
         loader, name = self.source.train_dataloader(), type(self.source).__name__
         check_loader(loader, f"{name}.train_dataloader()")
@@ -142,9 +144,9 @@ class ForwardingDataModule(LightningDataModule):
 
     @property
     def drop_last(self) -> bool:
-        """True if the source's loader drops a smaller last batch; then clients do as well.
+        """True if the source's loader drops a smaller last batch; clients then drop theirs as well.
 
-        A client with less than one batch keeps it, because otherwise it would not train at all.
+        A client with less than one batch keeps its only batch, because otherwise it would not train.
         """
         return bool(self.training.option("drop_last"))
 

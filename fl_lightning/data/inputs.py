@@ -32,7 +32,7 @@ InputsOfClients: TypeAlias = Iterable[Iterable[Tensor]]
 
 
 class InputTransform(Protocol):
-    """A transform of inputs that may first be fitted to the clients' inputs."""
+    """A transform of inputs, which may be fitted to all clients' inputs first."""
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
         """Return a function from inputs to inputs, each with the batch as first dimension.
@@ -60,7 +60,7 @@ class Reshape:
     def __post_init__(self) -> None:
         if not self.shape or any(n < 1 and n != -1 for n in self.shape) or self.shape.count(-1) > 1:
             raise ConfigurationError(
-                f"Reshape: shape must be numbers >= 1, at most one of them -1, got {self.shape}"
+                f"Reshape: shape must be numbers of at least 1, one of which may be -1 instead, got {self.shape}"
             )
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
@@ -72,8 +72,8 @@ class Reshape:
         fits = size == sample if size > 0 else sample % -size == 0
         if len(inputs) and not fits:
             raise ConfigurationError(
-                f"Reshape: an input of shape {tuple(inputs.shape[1:])} does not have the numbers "
-                f"for shape {self.shape}"
+                f"Reshape: an input of shape {tuple(inputs.shape[1:])} has {sample} numbers, which do not fit "
+                f"into shape {self.shape}"
             )
         return inputs.reshape(len(inputs), *self.shape)
 
@@ -97,11 +97,11 @@ class Normalize:
     def __post_init__(self) -> None:
         if not self.mean or not all(math.isfinite(value) for value in self.mean):
             raise ConfigurationError(
-                f"Normalize: mean must hold finite numbers, one a feature, got {self.mean}"
+                f"Normalize: mean must be a list of finite numbers, one per feature, got {self.mean}"
             )
         if len(self.mean) != len(self.std) or not all(0 < s < math.inf for s in self.std):
             raise ConfigurationError(
-                f"Normalize: std must hold {len(self.mean)} finite numbers > 0, as mean does, got {self.std}"
+                f"Normalize: std must be {len(self.mean)} finite numbers > 0, as many as mean, got {self.std}"
             )
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
@@ -137,7 +137,7 @@ class FederatedNormalize:
 
     @property
     def unprotected(self) -> str:
-        """Description of the values that clients send without privacy."""
+        """Description of the values that clients send without the protection of differential privacy."""
         return "the sums of each client's inputs and of their squares, for FederatedNormalize"
 
 
@@ -192,7 +192,7 @@ def on_inputs(transforms: Sequence[Transform], batch: Any) -> Any:
     inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if not isinstance(inputs, Tensor):
         raise ConfigurationError(
-            "data.transforms change a batch that is a tensor, or a tuple that begins with one, got "
+            "data.transforms need batches that are a tensor, or a tuple or list that begins with one, got "
             f"{type(batch).__name__}: transform examples in the data set instead"
         )
     for transform in transforms:
@@ -234,7 +234,7 @@ def with_transforms(loaders: Any, transforms: Callable[[], Sequence[Transform]])
         return [with_transforms(loader, transforms) for loader in loaders]
     if not isinstance(loaders, DataLoader):
         raise ConfigurationError(
-            f"data.transforms need loaders of the type DataLoader, got {type(loaders).__name__}"
+            f"data.transforms need a DataLoader or a list of them for every set, got {type(loaders).__name__}"
         )
     loader, collate = copy.copy(loaders), loaders.collate_fn
     loader.collate_fn = lambda examples: on_inputs(transforms(), collate(examples))

@@ -2,12 +2,12 @@
 
     shard = train ∪ search ∪ validation ∪ test, disjoint; parts are held out one by one, at random
 
-In a search over architectures, weights learn from one half of a client's examples and choices from the
-other. A batch contains examples of the first half and as many of the second half of the same client:
+In a search over architectures, the weights are trained on one half of a client's examples, and the
+architecture's choices on the other half. A batch contains as many examples of each half of one client:
 
-    {"train": the batch's examples, "search": the partner of each of them}
+    {"train": examples of the first half, "search": their partners in the second half}
 
-The partner of an example is drawn once per run, so that a batch is a function of its examples, and a
+The partner of an example is drawn once per run. So a batch is a function of its training examples, and a
 shuffled pass over one half is a shuffled pass over the other. Source: Liu et al. 2019, section 2.2 (two
 halves of the training set); He et al. 2020, section 3.2 (two halves of every client's).
 """
@@ -37,12 +37,12 @@ _MOST_HELD_OUT = 0.9
 
 @dataclass(frozen=True)
 class Roles:
-    """Every client's examples by role; shards are empty if nothing is held out for a role.
+    """Examples of every client by role; a role's shards are empty if nothing is held out for it.
 
     Attributes:
         train: training examples; in a search over architectures, those for the weights.
         search: examples for the architecture's choices.
-        learning: train and search together, in the order before they were divided.
+        learning: train and search together, in their order before the split.
         validation: examples for validation.
         test: examples for the test.
 
@@ -81,7 +81,7 @@ class Roles:
         return cls(train, searched, learning, validated, tested)
 
     def placed(self, places: Mapping[int, int], num_clients: int) -> Self:
-        """Renumber the clients as part of a larger federation, whose other clients get empty shards.
+        """Return the examples of a larger federation, in which other clients have none.
 
         Args:
             places: number of the local client, by number of the federation's client.
@@ -98,15 +98,15 @@ class Roles:
         for client, place in places.items():
             if not (0 <= client < num_clients and 0 <= place < len(self.train)):
                 raise ConfigurationError(
-                    f"site.yaml, clients: {client}: {place} must name one of the federation's "
-                    f"{num_clients} clients and one of the {len(self.train)} of this site's data"
+                    f"site.yaml: clients has {client}: {place}, but the federation has clients 0 to "
+                    f"{num_clients - 1}, and this site's data have clients 0 to {len(self.train) - 1}"
                 )
-        here = sorted(places)
+        clients = sorted(places)
 
         def moved(shards: FlatShards) -> FlatShards:
-            indices, sizes = shards.take([places[client] for client in here])
+            indices, sizes = shards.take([places[client] for client in clients])
             num_examples = np.zeros(num_clients, np.int64)
-            num_examples[here] = sizes
+            num_examples[clients] = sizes
             return FlatShards(indices.numpy(), num_examples)
 
         parts = (self.train, self.search, self.learning, self.validation, self.test)
@@ -136,13 +136,13 @@ def check_drawn_once(training: TrainingSet) -> None:
     if drawn is not None and len(drawn.unique()) < len(drawn):
         raise ConfigurationError(
             "client_val_fraction and client_test_fraction need a sampler that draws each example once, "
-            f"got {len(drawn)} draws of {len(drawn.unique())} examples: a client would hold out "
-            "examples that it also trains on. Draw by weights (WeightedRandomSampler) instead"
+            f"got {len(drawn)} draws of {len(drawn.unique())} examples: a client would train on its own "
+            "held-out examples. Use a WeightedRandomSampler instead, or leave both fractions at 0"
         )
 
 
 def partners(training: FlatShards, search: FlatShards) -> Tensor:
-    """Search example that is paired with each training example, by index; -1 for examples without a partner.
+    """Partner of each training example in the search half, by index; -1 for examples without a partner.
 
     Args:
         training: first half of each client's examples, for the weights.
@@ -166,8 +166,8 @@ def partners(training: FlatShards, search: FlatShards) -> Tensor:
     mine, theirs = training.indices, search.indices
     if len(np.unique(mine)) < len(mine) or len(np.unique(theirs)) < len(theirs):
         raise ConfigurationError(
-            "search_fraction: some examples belong to several clients: use a partition whose shards "
-            "do not overlap"
+            "search_fraction: some examples belong to several clients, and would need several partners: use "
+            "a partition whose shards do not overlap"
         )
     owner = np.repeat(np.arange(len(training)), training.num_examples)
     rank = np.arange(len(mine)) - training.starts[owner]
@@ -190,7 +190,7 @@ def divide(
         training: the training data set, of which all examples or some are drawn.
         partition: the rule.
         num_clients: number of clients; None if the partition determines it.
-        classes: returns one label per example of the data set, for partitions that read labels.
+        classes: function that returns one label per example, for partitions that read labels.
         seed: seed of the partition.
 
     Raises:
@@ -206,7 +206,9 @@ def divide(
     if num_clients is None and owners is not None:
         num_clients = len(np.unique(column))
     if num_clients is None:
-        raise ConfigurationError(f"FederatedDataModule needs num_clients with {name}")
+        raise ConfigurationError(
+            f"FederatedDataModule needs num_clients with the partition {name}: set it to the number of clients"
+        )
     shards = FlatShards.of(partition.assign(column, num_clients, seed))
     if len(shards) != num_clients:
         raise ConfigurationError(
@@ -235,7 +237,7 @@ def _column(
     if labels.ndim > 1:
         raise ConfigurationError(
             f"{type(partition).__name__} needs one label per example, got rows of {labels.shape[1]} "
-            "numbers that are not one-hot: set data.labels to what names one class, e.g. a function of "
-            "the data set"
+            "numbers that are not one-hot: set data.labels to a column of classes, or to a function that "
+            "returns one class per example"
         )
     return labels

@@ -1,8 +1,8 @@
-"""Shards of clients, and the batches of local training.
+"""Examples of each client (shards), and the batches of local training.
 
-A client's shard is a set of indices into one data set that all clients share: no data are copied, and
-no loader is started per client. Batches are drawn from a shuffled shard, epoch after epoch. The shards of
-all clients are one array, so that a million clients do not need a million objects:
+A client's shard is a list of indices into one data set that all clients share: no data are copied, and
+no loader is started per client. Batches are drawn from a shuffled shard, epoch after epoch. One array
+contains the shards of all clients, so that a million clients do not need a million objects:
 
     indices  [ client 0 … | client 1 … | … ]      starts  [0, n_0, n_0 + n_1, …]
 """
@@ -98,9 +98,9 @@ class FlatShards(Sequence[Tensor]):
         return torch.from_numpy(own.astype(np.int64, copy=False))
 
     def take(self, clients: Sequence[int] | Integers) -> tuple[Tensor, Integers]:
-        """Return the concatenated indices of several clients, and the number of each.
+        """Return the concatenated indices of several clients, and the number of indices of each client.
 
-        Several times as fast as one client after the other.
+        This is several times as fast as a loop over the clients.
 
         Example:
             >>> shards = FlatShards(np.array([4, 0, 2]), sizes=np.array([2, 0, 1]))
@@ -130,12 +130,12 @@ class FlatShards(Sequence[Tensor]):
             Traceback (most recent call last):
             ...
             fl_lightning.core.errors.ConfigurationError: x: the examples of client 1 sum to 0, so that \
-its updates would count for nothing: leave them out of the data
+its updates would count for nothing: leave its examples out of the data
         """
         if values.ndim != 1 or values.dtype.kind not in "iu" or values.min(initial=0) < 0:
             raise ConfigurationError(
-                f"{option} must hold one whole number ≥ 0 per example, got {values.dtype} of shape "
-                f"{values.shape}, from {values.min(initial=0)}"
+                f"{option} must have one whole number ≥ 0 per example, got {values.dtype} of shape "
+                f"{values.shape} with the minimum {values.min(initial=0)}"
             )
         totals = np.concatenate([[0], np.cumsum(values.astype(np.int64)[self.indices])])
         sums: Integers = np.diff(totals[self.starts])
@@ -143,7 +143,7 @@ its updates would count for nothing: leave them out of the data
         if len(nothing):
             raise ConfigurationError(
                 f"{option}: the examples of client {nothing[0]} sum to 0, so that its updates would count "
-                "for nothing: leave them out of the data"
+                "for nothing: leave its examples out of the data"
             )
         return sums
 
@@ -163,10 +163,10 @@ its updates would count for nothing: leave them out of the data
     def hold_out(
         self, fraction: float, generator: np.random.Generator, *, at_most_half: bool = False
     ) -> tuple[FlatShards, FlatShards]:
-        """Split every shard at random into (kept examples, held-out examples).
+        """Split every shard at random into kept and held-out examples, and return both parts.
 
-        ``fraction`` of each client's examples, rounded, is held out; if a client has at least two
-        examples, both parts have at least one. ``at_most_half`` rounds half an example down.
+        ``fraction`` of each client's examples, rounded, is held out. If a client has at least two
+        examples, both parts have at least one. With ``at_most_half``, the held-out part is never larger.
         """
         sizes = self.num_examples
         most = sizes // 2 if at_most_half else np.maximum(sizes - 1, 0)
@@ -203,18 +203,18 @@ def local_order(
     drop_last: bool = False,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Indices of a client's local training in order, shape (Σ sizes,), and the sizes of its batches.
+    """Indices of the examples of a client's local training, in order, and the sizes of its batches.
 
-    Every epoch is a new permutation of the shard, or with ``weights`` as many independent draws from
-    it; its last batch may be smaller. ``num_batches`` may span several epochs. A shard that fits in one
-    batch is not shuffled, because a batch has no order.
+    Every epoch is a new permutation of the shard, or with ``weights`` as many independent draws from the
+    shard; the last batch of an epoch may be smaller. ``num_batches`` may span several epochs. A shard that
+    fits in one batch is not shuffled, because a batch has no order.
 
     Args:
         shard: the client's indices, shape (n,), n ≥ 1.
         batch_size: examples per batch, ≥ 1.
         generator: returns the generator of the permutations.
-        num_epochs: passes over the shard; or else
-        num_batches: number of batches.
+        num_epochs: passes over the shard; None if ``num_batches`` is given.
+        num_batches: number of batches; None if ``num_epochs`` is given.
         drop_last: drop an epoch's smaller last batch, unless it is the only one.
         weights: weights of all clients' examples, shape (N,), > 0 for this client's.
 
@@ -271,7 +271,9 @@ def local_work(
 
 
 def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) -> Integers:
-    """Number of batches in clients' local steps; an epoch's last step may have fewer batches.
+    """Number of batches of every client, given its local steps of several batches each.
+
+    The last step of an epoch may have fewer batches.
 
     Example:
         >>> batches_of_steps(np.array([6, 7]), np.array([5, 5]), accumulate=2).tolist()
@@ -285,17 +287,17 @@ def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) 
 def poisson_batches(
     shard: Tensor, batch_size: int, num_steps: int, words: Callable[[int], Words]
 ) -> tuple[Tensor, list[int]]:
-    """Sample the examples of a client's local steps, concatenated, and the sizes of the steps.
+    """Sample the examples of a client's local steps by Poisson sampling; return them and the steps' sizes.
 
-    P(example in step) = q = min(1, B / n), independently of all other examples and steps: the sampling
-    that the accounting of DP-SGD assumes (Abadi et al. 2016, 1607.00133, Section 3.1), unlike a pass
-    over a shuffled shard. A batch may be empty.
+    P(example in step) = q = min(1, B / n), independently of all other examples and steps. The accounting
+    of DP-SGD assumes this sampling (Abadi et al. 2016, 1607.00133, Section 3.1), and not a pass over a
+    shuffled shard. A batch may be empty.
 
     Args:
         shard: the client's indices, shape (n,).
         batch_size: expected number of examples in a step, B ≥ 1; a smaller shard is used as a whole.
         num_steps: number of steps, ≥ 0.
-        words: returns n uniform words of 64 bits, by number of the step.
+        words: function from the number of a step to n uniform random words of 64 bits.
 
     Example:
         >>> def words(step):

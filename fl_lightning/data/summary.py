@@ -1,4 +1,4 @@
-"""Summary of a partition: counts, sizes, entropy, a hash and a table.
+"""Summary of a partition: clients' sizes and classes as text, table and hash.
 
     entropy of client i in bits = -Σ_c p_ic log2 p_ic,   p_ic = counts[i, c] / sizes[i]
 
@@ -40,7 +40,7 @@ def partition_fingerprint(shards: Sequence[Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PartitionSummary:
-    """Examples and classes of each client; created by `PartitionSummary.of`.
+    """Numbers of examples of each client, by class; created by `PartitionSummary.of`.
 
     Attributes:
         counts: number of examples of each class at each counted client, (num_counted, num_classes);
@@ -83,7 +83,7 @@ class PartitionSummary:
             ConfigurationError: if there is no client.
         """
         if len(shards) == 0:
-            raise ConfigurationError("shards must hold at least one client, got none")
+            raise ConfigurationError("shards must have at least one client, got none")
         flat = FlatShards.of(shards)
         clients = _evenly_spaced(len(flat), max_clients or len(flat))
         if labels is None:
@@ -164,6 +164,6 @@ def _range(numbers: np.ndarray) -> str:
 
 
 def _evenly_spaced(count: int, most: int) -> np.ndarray:
-    """Return at most ``most`` numbers below ``count``, evenly spaced."""
+    """Return at most ``most`` integers in [0, count), evenly spaced."""
     shown = min(count, most)
     return np.arange(shown) * count // shown

@@ -3,10 +3,10 @@
 The loader's sampler draws           clients draw
     all examples, in any order         all of their own, shuffled
     some examples                      these examples alone, which are divided among the clients
-    examples by weight                 by the weights of their own examples, with replacement:
+    examples by weight                 their own examples by weight, with replacement:
                                        p_i = w_i / Σ_(j of the client) w_j
 
-Other samplers are rejected, because clients would silently ignore them.
+Other samplers are rejected, because clients cannot reproduce them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SINGLE = SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 
 class Drawn(NamedTuple):
-    """Examples that one pass over a loader draws from a data set of N examples: some indices, or all by weight.
+    """Examples that one pass over a loader draws from its data set of N examples.
 
     Attributes:
         indices: indices of the examples, shape (M,); None for all.
@@ -58,12 +58,12 @@ class Drawn(NamedTuple):
 
 
 class TrainingSet:
-    """The map-style data set of a training loader, whose examples are read by index.
+    """Data set of a training loader: which examples a pass draws, and batches by index.
 
     Args:
         loader: a `DataLoader` over a map-style data set.
         source: name of the data module, for errors.
-        ignore_sampler: whether a pass draws all examples, for any sampler.
+        ignore_sampler: whether to ignore the sampler, so that a pass draws all examples.
 
     Attributes:
         dataset: the data set.
@@ -98,7 +98,7 @@ class TrainingSet:
         """The examples that a pass draws.
 
         Raises:
-            ConfigurationError: if clients cannot reproduce the sampler, by name.
+            ConfigurationError: if clients cannot reproduce the sampler.
         """
         return Drawn() if self._ignores_sampler else _drawn(self._loader, self._source)
 
@@ -110,15 +110,15 @@ class TrainingSet:
 
     @property
     def has_own_collate(self) -> bool:
-        """True if the collate function is not torch's."""
+        """True if the loader's collate function is the user's own."""
         collate = self._loader.collate_fn
         return collate is not default_collate and not _gathers(self.dataset, collate)
 
     @property
     def reads_rows(self) -> bool:
-        """True if a batch is a selection of rows in memory that are equal at every reading.
+        """True if a batch is a selection of rows in memory, equal at every reading.
 
-        This holds for tensor data sets and for those with ``gather`` and a true ``is_deterministic``.
+        This holds for tensor data sets, and for data sets with ``gather`` and a true ``is_deterministic``.
         """
         dataset: Any = self.dataset
         while type(dataset) is Subset:
@@ -128,7 +128,7 @@ class TrainingSet:
         return type(dataset) is TensorDataset and self._loader.collate_fn is default_collate
 
     def pooled(self, examples: Tensor, batch_size: int, read: Read) -> DataLoader[Any]:
-        """Return a loader over examples of all clients, drawn as the source's loader draws.
+        """Return a loader over the examples of all clients, with a sampler like that of the source's loader.
 
         Args:
             examples: indices of the examples, shape (M,).
@@ -150,8 +150,8 @@ class TrainingSet:
         """Return a function from indices, shape (B,), to a batch of the loader.
 
         Args:
-            augmented: whether examples may be augmented; if not, the data set's method ``evaluation``,
-                if it has one, returns the set without augmentation.
+            augmented: whether examples are augmented; if not, the batches are those of the data set that
+                the data set's method ``evaluation`` returns, if it has one.
         """
         dataset = self.dataset if augmented else _without_augmentation(self.dataset)
         # a loader without a batch sampler passes on what its sampler draws, here whole lists of indices
@@ -169,8 +169,8 @@ def check_loader(loader: Any, method: str) -> None:
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) and not isinstance(loader, Dataset):
         raise ConfigurationError(
             f"{method} must return one DataLoader over a map-style data set, got several "
-            f"({type(loader).__name__}): a client draws from one. Put their data sets into one, e.g. a "
-            "ConcatDataset, or one whose items hold an example of each"
+            f"({type(loader).__name__}): a client draws from one. Join their data sets, e.g. in a "
+            "ConcatDataset, or in a data set whose items have an example of each"
         )
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -182,13 +182,13 @@ def check_loader(loader: Any, method: str) -> None:
         )
     if loader.batch_sampler is None and isinstance(loader.sampler, _SINGLE):
         raise ConfigurationError(
-            f"{method} has batch_size=None, so that each item of its data set is a batch, which cannot "
-            "be divided among clients: return a DataLoader with a batch_size over single examples"
+            f"{method} has batch_size=None: the items of its data set are batches, which cannot be divided "
+            "among clients. Return a DataLoader with a batch_size over single examples"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigurationError(
-            f"{method} returns a {type(loader).__name__}, whose own __iter__ clients do not use: return a "
-            "DataLoader, and move the code of __iter__ to collate_fn or on_after_batch_transfer"
+            f"{method} returns a {type(loader).__name__} with an __iter__ of its own, which clients do not "
+            "use: return a DataLoader, and move the code of __iter__ to collate_fn or on_after_batch_transfer"
         )
 
 
@@ -197,10 +197,10 @@ def check_loader(loader: Any, method: str) -> None:
 
 @runtime_checkable
 class BatchedDataset(Protocol):
-    """A data set that builds whole batches, which is many times faster than example by example."""
+    """A data set that returns whole batches, which is many times faster than example by example."""
 
     def gather(self, indices: Tensor) -> Any:
-        """Return the batch of the examples at `indices`, shape (B,), int64."""
+        """Return the batch of the examples at ``indices``, int64 of shape (B,)."""
 
 
 def batch_reader(
@@ -209,17 +209,16 @@ def batch_reader(
     *,
     at_once: bool = False,
 ) -> Read:
-    """Return the fastest function from indices, shape (B,), to a batch of a map-style data set.
+    """Return a function from indices, shape (B,), to a batch of a map-style data set.
 
-    The batch equals that of a DataLoader without workers. Tensor data sets, whose tensors may be on an
-    accelerator, and data sets with a ``gather`` method are indexed once per batch, unless the user has
-    a collate function.
+    The batch equals that of a DataLoader without workers. A tensor data set (also on an accelerator) or a
+    data set with a ``gather`` method is indexed once per batch, unless the collate function is the user's.
 
     Args:
         dataset: map-style data set.
         collate: makes a batch from a list of examples.
-        at_once: index the data set with a list of indices, and convert the result by ``collate``, like
-            a DataLoader with ``batch_size=None`` and a sampler of batches.
+        at_once: whether to index the data set with a list of indices, and to convert the result by
+            ``collate``, like a DataLoader with ``batch_size=None`` and a sampler of batches.
 
     Example:
         >>> data = TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
@@ -260,7 +259,7 @@ def _without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
 
 # Samplers.
 
-_WAY_OUT = "or set data.ignore_sampler to true: then every client shuffles all of its examples"
+_WAY_OUT = "or set data.ignore_sampler to true, so that every client shuffles all of its examples"
 
 
 def _drawn(loader: DataLoader[Any], source: str) -> Drawn:
@@ -298,7 +297,7 @@ def _by_weight(sampler: WeightedRandomSampler, count: int, source: str) -> Drawn
     if len(given) > count:
         raise ConfigurationError(
             f"{source}.train_dataloader(): its WeightedRandomSampler has {len(given)} weights for "
-            f"{count} examples: give one for each"
+            f"{count} examples: give one weight for each example"
         )
     weights = torch.zeros(count, dtype=torch.float64)
     weights[: len(given)] = given
@@ -313,9 +312,9 @@ def _check_length(sampler: Any, usual: set[int], source: str) -> None:
     if sampler.num_samples not in usual:
         raise ConfigurationError(
             f"{source}.train_dataloader(): its {type(sampler).__name__} draws {sampler.num_samples} of "
-            f"{max(usual)} examples a pass, and a client's pass draws as many as it has: leave "
-            "num_samples at the number of examples, and say with federation.local_steps or "
-            f"local_epochs how much clients train; {_WAY_OUT}"
+            f"{max(usual)} examples per pass, but a client draws as many examples as it has: leave "
+            "num_samples at the number of examples, and set how much clients train by "
+            f"federation.local_steps or local_epochs; {_WAY_OUT}"
         )
 
 
@@ -329,8 +328,8 @@ def _some(indices: Any, count: int, source: str) -> Drawn:
     low, high = (int(f(chosen)) if len(chosen) else 0 for f in (torch.min, torch.max))
     if low < 0 or high >= count:
         raise ConfigurationError(
-            f"{source}.train_dataloader(): its sampler draws example {low if low < 0 else high}, and "
-            f"the data set has those from 0 to {count - 1}"
+            f"{source}.train_dataloader(): its sampler draws example {low if low < 0 else high}, but "
+            f"the data set has examples 0 to {count - 1}"
         )
     is_everything = len(chosen) == count and len(chosen.unique()) == count
     return Drawn() if is_everything else Drawn(chosen)
@@ -338,7 +337,7 @@ def _some(indices: Any, count: int, source: str) -> Drawn:
 
 def _refuse(source: str, name: str) -> NoReturn:
     raise ConfigurationError(
-        f"{source}.train_dataloader() draws its examples by {name}, which clients cannot follow: each "
+        f"{source}.train_dataloader() draws its examples by {name}, which clients cannot reproduce: each "
         "draws batches of its own examples. Use a SequentialSampler, RandomSampler, SubsetRandomSampler "
         f"or WeightedRandomSampler (with replacement) and a batch_size; {_WAY_OUT}"
     )

@@ -1,4 +1,4 @@
-"""Pixel pipeline: from stored pixels to the inputs of a model, for a whole batch.
+"""Pixel pipeline: converts a batch of stored images to inputs of a model, with augmentation.
 
     uint8 pixels -> random crop after padding -> random horizontal flip
                  -> [0, 1] -> (x - mean) / std -> bilinear resize
@@ -34,7 +34,7 @@ PaddingMode = Literal["constant", "reflect"]
 
 @dataclass(frozen=True)
 class PixelPipeline:
-    """The transforms of a batch of images between memory and the model.
+    """Converts a batch of stored images to inputs of a model: augmented, normalised and resized.
 
     Args:
         mean: mean of every channel, of pixels in [0, 1].
@@ -67,9 +67,9 @@ class PixelPipeline:
     def __post_init__(self) -> None:
         issues = []
         if not self.mean or len(self.mean) != len(self.std):
-            issues.append(f"mean and std need one number a channel, got {self.mean}, {self.std}")
+            issues.append(f"mean and std need one number per channel, got {self.mean}, {self.std}")
         if not all(math.isfinite(value) for value in self.mean):
-            issues.append(f"mean must hold finite numbers, got {self.mean}")
+            issues.append(f"mean must be finite numbers, got {self.mean}")
         if not all(0 < value < math.inf for value in self.std):
             issues.append(
                 f"std must be > 0 and finite, got {self.std}: use 1.0 to leave a channel's scale"

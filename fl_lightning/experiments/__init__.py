@@ -1,4 +1,4 @@
-"""Comparisons and searches: many runs from one file, with tables, CSV files and figures."""
+"""Comparisons of variants and searches for options: many runs from one file, with tables and figures."""
 
 from fl_lightning.experiments.experiment import Experiment, Variant
 from fl_lightning.experiments.processes import ReportRounds

@@ -65,7 +65,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> None:
-    """Run the command, with words that are added to every run; ends the process with code 1 if a run failed.
+    """Run the command; end the process with code 1 if a run failed.
+
+    Args:
+        given: the parsed options of the command.
+        options: words after ``--``, which are added to the command line of every run.
+        resolve: function that returns the complete configuration of a run.
+        fit: function that trains a run.
 
     Raises:
         ConfigurationError: before any run starts, if an option or a configuration is refused.
@@ -90,7 +96,7 @@ def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -
 
 
 def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -> str:
-    """Describe the planned runs, in a line.
+    """Describe the planned runs in one line.
 
     Example:
         >>> experiment = Experiment(variants={"a": None, "b": None}, seeds="0,1,2")
@@ -113,13 +119,13 @@ def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -
 
 
 def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[PlannedRun]:
-    """Return the runs of the named variants, with the runs whose checkpoints they start from."""
+    """Return the runs of the named variants, and the runs from whose checkpoints they start."""
     if names is None:
         return list(runs)
     known = list(dict.fromkeys(run.variant.name for run in runs if run.variant.name != BEFORE))
     if unknown := [name for name in names if name not in known]:
         raise ConfigurationError(
-            f"--only: there is no variant {unknown[0]!r}; there are {', '.join(map(repr, known))}"
+            f"--only: there is no variant {unknown[0]!r}: the variants are {', '.join(map(repr, known))}"
         )
     chosen = [run for run in runs if run.variant.name in names]
     before = {run.before.name for run in chosen if run.before is not None}
@@ -127,7 +133,7 @@ def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[Pla
 
 
 def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> None:
-    """Write the results as tables, a picture and a page; print the tables."""
+    """Write the results as CSV files, tables, a figure and a page; print the tables."""
     values = results_cells(results)
     table = head_and_rows(values)
     text = markdown(*table)
@@ -185,7 +191,7 @@ def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunRes
 
 
 def goals(experiment: Experiment) -> dict[str, str]:
-    """Return for each reported metric whether high (``max``) or low (``min``) is good, as far as known.
+    """Return whether a high (``max``) or a low (``min``) value is good, by reported metric, if it is known.
 
     Example:
         >>> goals(Experiment(variants={"a": {}}, report=["test/accuracy", "test/loss", "round/seconds"]))
@@ -207,7 +213,7 @@ def _cell(value: Any) -> str:
 
 
 def comparison_panels(results: Sequence[RunResult], experiment: Experiment) -> dict[str, Panel]:
-    """Return panels by title: curves of the monitored and reported metrics, then final values of the reported."""
+    """Return panels by title: curves of the metrics over rounds, then the final value of each reported metric."""
     metrics = (experiment.monitor, *experiment.report)
     logged = [m for m in metrics if min(len(r.curves.get(m, ())) for r in results) > 0]
     logged = [m for m in logged if max(len(r.curves[m]) for r in results) > 1]
@@ -221,7 +227,7 @@ def comparison_panels(results: Sequence[RunResult], experiment: Experiment) -> d
 
 
 def caption(results: Sequence[RunResult], experiment: Experiment) -> str:
-    """Return the caption that explains bands, whiskers and curves."""
+    """Return the caption of the figures, which explains curves, bands and whiskers."""
     seeds = len({result.seed for result in results})
     if experiment.over is not None:
         return "Bars are means over seeds. Each seed has its own curve, because its times differ."

@@ -1,6 +1,6 @@
-"""Makes the system end a command's fork server when the command ends.
+"""Makes the operating system end a command's fork server when the command ends.
 
-The fork server imports this module first: it imports for seconds afterwards, without noticing that the command ended.
+The fork server imports this module first. Its other imports take seconds, in which it would not notice the command's end.
 """
 
 import ctypes

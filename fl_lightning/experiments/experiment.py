@@ -2,13 +2,13 @@
 
     runs = variants x seeds,  or with a grid  axis 1 x axis 2 x ... x seeds
 
-Every variant is a difference to one common configuration, as a second ``--config`` file is to the
-first. Two runs differ in nothing but that difference and the seed.
+Every variant is a difference to one common configuration, as a second ``--config`` file is to the first. Two
+runs differ only in that difference and in the seed.
 
     fingerprint = SHA-256(configuration, seed, fingerprint of the run before)
 
-A finished run with the planned fingerprint is not repeated; a run with another fingerprint belongs to another
-configuration, and is. Each run gets a TensorBoard logger in its folder, beside the configuration's loggers.
+A finished run is repeated only if its fingerprint has changed, because its configuration has. Each run gets a
+TensorBoard logger in its folder, beside the configuration's loggers.
 """
 
 # mypy: disable-error-code="type-arg"
@@ -28,12 +28,11 @@ from jsonargparse.typing import Path_fr
 
 from fl_lightning.core.errors import ConfigurationError
 
-FIRST = "<first>"  # in a configuration: stands for the checkpoint of the first run
+FIRST = "<first>"  # placeholder in a configuration for the path of the first run's checkpoint
 BEFORE = "first"  # name of the first run, from whose checkpoint others start
 
-# Columns of the results: metrics of the best round, and bytes that all clients sent or received, with the metrics
-# that are summed, in rounds and once.
-BEST = " (best round)"
+BEST = " (best round)"  # end of a column's name in the results
+# columns of the results with the bytes that all clients sent or received, and the metric that is summed over rounds
 BYTES = {
     "bytes up": "round/total_bytes_up",
     "calibration bytes up": "calibration/total_bytes_up",
@@ -48,12 +47,12 @@ Difference: TypeAlias = dict
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of an experiment, which is a row of the table of results.
+    """A variant of an experiment: a configuration that is compared, and a row in the table of results.
 
     Attributes:
         name: name in the table.
         difference: differences to the common configuration, in the order in which they are applied.
-        coordinates: position in the grid, axis to value; empty without a grid.
+        coordinates: value on each axis of the grid; empty without a grid.
     """
 
     name: str
@@ -115,7 +114,7 @@ class Experiment:
     def __post_init__(self) -> None:
         issues = []
         if bool(self.variants) == bool(self.grid):
-            issues.append("give either variants or grid, name to difference")
+            issues.append("give either variants or grid: a mapping of names to differences")
         columns = {
             self.monitor,
             *self.report,
@@ -123,7 +122,7 @@ class Experiment:
         } | _COLUMNS
         if taken := sorted(columns & self.axes.keys()):
             issues.append(
-                f"axes of the grid must not have names of columns of the results: {', '.join(taken)}"
+                f"axes of the grid must not have the names of columns of the results, got {', '.join(taken)}"
             )
         if not self.report:
             issues.append("report must name at least one metric, as the runs log it")
@@ -134,7 +133,7 @@ class Experiment:
         folders = [variant.folder for variant in self.all_variants]
         if twice := {name for name in folders if folders.count(name) > 1 or name == BEFORE}:
             issues.append(
-                f"variants must have names that differ as folders, and not be {BEFORE!r}: "
+                f"variants must have names that differ as folders, and none named {BEFORE!r}, got "
                 f"{', '.join(sorted(twice))}"
             )
         if issues:
@@ -142,12 +141,12 @@ class Experiment:
 
     @property
     def all_seeds(self) -> list[int]:
-        """Seeds as a list of integers."""
+        """Seeds of the runs of each variant."""
         return read_seeds(self.seeds)
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Names of the values on each axis of the grid; empty without a grid."""
+        """Names of the values on each axis of the grid, by name of the axis; empty without a grid."""
         # YAML reads a name like 0.1 as a number
         return {axis: [str(name) for name in values] for axis, values in (self.grid or {}).items()}
 
@@ -170,10 +169,10 @@ class Experiment:
 
 
 def read_seeds(seeds: list[int] | int | str) -> list[int]:
-    """Return seeds, given as a list, one number, or numbers separated by commas, as a list of integers.
+    """Convert seeds, given as a list, a number, or numbers separated by commas, to a list of integers.
 
     Raises:
-        ConfigurationError: if they are not different whole numbers ≥ 0, at least one.
+        ConfigurationError: if they are not at least one whole number ≥ 0, all different.
 
     Example:
         >>> read_seeds("0,1")
@@ -186,12 +185,12 @@ def read_seeds(seeds: list[int] | int | str) -> list[int]:
     found = [int(text) for text in texts if text.isdecimal()]
     if not found or len(set(found)) < len(given):
         raise ConfigurationError(
-            f"seeds must be different whole numbers >= 0, as [0, 1, 2] or 0,1,2, got {seeds}"
+            f"seeds must be different whole numbers of at least 0, as [0, 1, 2] or 0,1,2, got {seeds}"
         )
     return found
 
 
-# Returns the complete configuration, as YAML, for the words of a fit's command line.
+# Function from the words of a fit's command line to the complete configuration, as YAML.
 Resolve = Callable[[list[str]], str]
 
 
@@ -204,7 +203,7 @@ class PlannedRun:
         seed: seed of all draws.
         configuration: complete configuration as YAML, with ``<first>`` for the first run's checkpoint.
         folder: folder of the run's files.
-        before: run whose checkpoint this run starts from; None if it starts anew.
+        before: run from whose checkpoint this run starts; None if it starts anew.
     """
 
     variant: Variant
@@ -220,7 +219,7 @@ class PlannedRun:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all that the run depends on: configuration, seed and the run before."""
+        """SHA-256 of everything on which the run depends: configuration, seed and the run before."""
         before = self.before.fingerprint if self.before else ""
         text = f"{self.configuration}\n{self.seed}\n{before}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -234,11 +233,11 @@ def plan_runs(
     Args:
         experiment: the experiment.
         out: folder of the experiment.
-        options: further words of every run's command line; they override the file.
-        resolve: resolves a run's command line.
+        options: further words of every run's command line, which override the experiment's file.
+        resolve: function that returns the complete configuration of a run.
 
     Raises:
-        ConfigurationError: naming the variant whose configuration is refused.
+        ConfigurationError: naming the variant whose configuration is invalid.
     """
     variants = experiment.all_variants
     texts = [_resolved(experiment, v.name, v.difference, options, resolve) for v in variants]
@@ -247,8 +246,8 @@ def plan_runs(
         text = _resolved(experiment, BEFORE, [experiment.first], options, resolve)
         if FIRST in text:
             raise ConfigurationError(
-                f"{BEFORE}: its configuration says {FIRST}, the checkpoint of itself. Move that "
-                "from the common configuration to the variants, or set it to null in first."
+                f"{BEFORE}: its configuration has {FIRST}, the path of its own checkpoint: move {FIRST} from "
+                "the common configuration to the variants, or set that option to null in first"
             )
         for seed in experiment.all_seeds:
             firsts[seed] = PlannedRun(
@@ -256,8 +255,8 @@ def plan_runs(
             )
     elif wanting := [v.name for v, text in zip(variants, texts, strict=True) if FIRST in text]:
         raise ConfigurationError(
-            f"variant {wanting[0]!r}: its configuration says {FIRST}, but the experiment has no "
-            "first run: add first, a difference to the common configuration"
+            f"variant {wanting[0]!r}: its configuration has {FIRST}, the checkpoint of a first run, but the "
+            "experiment has no first run: add first, a difference to the common configuration"
         )
     return [*firsts.values()] + [
         PlannedRun(
@@ -290,7 +289,7 @@ def resolved(
     options: Sequence[str],
     resolve: Resolve,
 ) -> str:
-    """Return the complete configuration, as YAML, of files with further layers over them."""
+    """Return the complete configuration, as YAML, of files that are overridden by further layers."""
     with TemporaryDirectory() as folder:
         paths = [*map(str, files)]
         for number, layer in enumerate(filter(None, layers)):
@@ -312,8 +311,8 @@ _NAME = {"WandbLogger": "name", "MLFlowLogger": "run_name", "CometLogger": "name
 def run_loggers(run: PlannedRun) -> list[dict[str, Any]]:
     """Return the loggers of a run, as mappings with ``class_path`` and ``init_args``.
 
-    The first is a TensorBoard logger in the run's folder, in place of the user's. The user's other
-    loggers follow, with the run's name and folder if they have such options.
+    The first is a TensorBoard logger in the run's folder, which replaces the user's. The user's other
+    loggers follow; those with options for a name or a folder get the run's.
     """
     place = {
         "save_dir": str(run.folder.parent.parent),

@@ -1,8 +1,8 @@
 """Worker processes of comparisons and searches, each of which trains one run.
 
-Processes are forked from a server that has imported all modules and trained nothing, so that a run starts at once.
-They share nothing while they train, so results do not depend on the number of workers or on the order of runs.
-A process ends when the command ends, or when the connection to the command breaks.
+Processes are forked from a server process that has imported all modules, so that a run starts at once. They share
+nothing while they train, so that results do not depend on the number of workers or on the order of runs. A process
+ends when the command ends, or when its connection to the command breaks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fl_lightning.reports.screen import StatusLines
 
 
 class ReportRounds(Callback):
-    """Callback that reports a metric after every round, e.g. to a trial of Optuna.
+    """Callback that reports a metric after every round, e.g. to a trial of Optuna, and may stop the fit.
 
     Args:
         metric: name of the metric, as the run logs it.
         tell: function of the round, counted from 1, and the value; returns whether to continue the fit.
-            It is called in the first process, after every round that has measured the metric.
+            It is called in the process of rank 0, after every round in which the metric was logged.
 
     Attributes:
         values: round to value, including rounds before a resume.
@@ -64,11 +64,11 @@ class ReportRounds(Callback):
         self.is_stopped = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Mark the start of a round, to separate its metrics from earlier ones."""
+        """Mark the start of a round, so that its metrics can be told from earlier ones."""
         begin_round(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the value; all processes stop if the answer is to stop."""
+        """Report the value of the round, and stop the fit in all processes if `tell` returns False."""
         logged = logged_in_round(trainer)
         if self.metric not in logged:
             known = trainer.callback_metrics
@@ -76,8 +76,8 @@ class ReportRounds(Callback):
             if self.metric in known or trainer.current_epoch + 1 < first:
                 return  # it is not validated in every round
             raise ConfigurationError(
-                f"metric: the runs do not log {self.metric!r} in every round. There is "
-                f"{', '.join(sorted(known)) or 'nothing'}"
+                f"metric: the runs do not log {self.metric!r} in every round. Set it to one of the metrics that "
+                f"they log: {', '.join(sorted(known)) or 'none'}"
             )
         number, value = trainer.current_epoch + 1, float(logged[self.metric])
         self.values[number] = value
@@ -94,13 +94,13 @@ class ReportRounds(Callback):
         self.values = dict(state_dict["values"])
 
 
-# Runs a fit's command line with callbacks of ours.
+# Function that runs the command line of a fit, with additional callbacks.
 Fit = Callable[[list[str], Sequence[Callback]], None]
 Cause = Literal["setting", "training", "crash"]
 
 
 class Ended(NamedTuple):
-    """Message of a worker process about the end of its run.
+    """Message from a worker process to the command: its run has ended.
 
     Attributes:
         failure: error message; None if the run has finished.
@@ -115,9 +115,9 @@ class Ended(NamedTuple):
 def _train(
     run: PlannedRun, metric: str | None, connection: Connection, fit: Fit, folder: str
 ) -> None:
-    """Train one run in a worker process, unless it is finished, and send an `Ended`.
+    """Train one run in a worker process, unless it is finished, and send an `Ended` to the command.
 
-    With a metric, the values by round are sent after every round, and the answer is whether to continue.
+    With a metric, its values by round are sent after every round, and the command answers whether to continue.
     """
     end_with_parent()
     os.chdir(folder)
@@ -145,7 +145,9 @@ def _trained(run: PlannedRun, metric: str | None, connection: Connection, fit: F
     except Exception as error:  # noqa: BLE001 - sent to the command
         traceback.print_exc()
         return _failed(error)
-    if metric is None:  # with a metric, the command decides how the run has ended, and saves that
+    if (
+        metric is None
+    ):  # with a metric, the command saves the state: it knows whether the run was stopped
         save_state(run, {"seconds": round(time.monotonic() - began, 1)})
     return Ended()
 
@@ -159,7 +161,7 @@ def _failed(error: Exception) -> Ended:
 
 
 def _goes_on(connection: Connection, values: dict[int, float]) -> bool:
-    """Report values to the command; return whether to continue (False also if the command has ended)."""
+    """Send values to the command, and return whether to continue; False also if the command has ended."""
     try:
         connection.send(values)
         return bool(connection.recv())
@@ -184,7 +186,7 @@ _IMPORTED = (
 
 
 def prepare_processes(fit: Fit) -> Any:
-    """Return the multiprocessing context of the workers; its server begins to import in the background."""
+    """Return the multiprocessing context of the workers, and start the imports of its server process."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
@@ -198,7 +200,7 @@ def prepare_processes(fit: Fit) -> Any:
 
 @dataclass(frozen=True)
 class Running:
-    """A run in progress, with its process, its connection, and its start by the monotonic clock."""
+    """A run in progress: its process, the connection to the process, and its start by the monotonic clock."""
 
     run: PlannedRun
     process: BaseProcess
@@ -207,7 +209,7 @@ class Running:
 
 
 class RunPool:
-    """Worker processes that train runs, with a progress bar for each.
+    """Starts a worker process for each run, receives their messages, and shows their progress.
 
     With a metric, workers send its values after every round, and then wait for an answer.
     """
@@ -222,9 +224,9 @@ class RunPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the remaining workers, after an interruption or an error; their runs can be resumed."""
+        """End the remaining workers after an interruption or an error, so that their runs can be resumed."""
         for each in self.running:
-            each.connection.close()  # the worker notices after its round, and ends
+            each.connection.close()  # which ends the worker after its round
         for each in self.running:
             each.process.join(_SECONDS_TO_END if self._metric else 0.0)
             if each.process.is_alive():
@@ -238,11 +240,14 @@ class RunPool:
         arguments = (run, self._metric, other, self._fit, os.getcwd())
         process = self._context.Process(target=_train, args=arguments)
         process.start()
-        other.close()  # else its end would not be noticed
+        other.close()  # else the end of the process would not close the connection
         self.running.append(Running(run, process, own))
 
     def messages(self, seconds: float | None = None) -> Iterator[tuple[Running, Any]]:
-        """Wait for messages of workers, at most some seconds, and yield them: values by round, or `Ended`."""
+        """Wait for messages of workers, at most some seconds, and yield them.
+
+        A message is a mapping from rounds to values of the metric, or `Ended`.
+        """
         ready = wait([each.connection for each in self.running], seconds)
         for each in [each for each in self.running if each.connection in ready]:
             try:
@@ -264,16 +269,16 @@ class RunPool:
 def train_all(
     runs: Sequence[PlannedRun], context: Any, fit: Fit, *, workers: int
 ) -> dict[str, str]:
-    """Train every run that is not finished, print a line after each, and show progress bars.
+    """Train all runs that are not finished, print a line about each, and show progress bars.
 
     Args:
-        runs: the runs; a run that others start from comes ahead of them.
+        runs: the runs; a run comes before the runs that start from its checkpoint.
         context: multiprocessing context of the workers.
-        fit: runs a fit's command line.
+        fit: function that runs the command line of a fit.
         workers: number of processes at a time, at least 1.
 
     Returns:
-        Error messages by the name of the run that failed; the other runs are trained all the same.
+        Error message of each run that failed, by name. A failed run does not stop the others.
     """
     waiting = [run for run in runs if not is_finished(run)]
     total, failures = len(waiting), dict[str, str]()

@@ -29,8 +29,8 @@ class RunResult:
         variant: variant of the run.
         seed: seed of the run.
         curves: round to value, for the reported and the monitored metrics.
-        columns: values in the table by name: metrics at the end and in the best round, costs.
-        clock: round to value of the metric on the horizontal axis; None for rounds.
+        columns: values of the table's columns: metrics at the end and in the best round, and costs.
+        clock: round to value of the metric on the horizontal axis; None if the axis is rounds.
     """
 
     variant: Variant
@@ -41,15 +41,15 @@ class RunResult:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Cells that identify a run in tables: variant, coordinates in the grid, seed."""
+        """First cells of the run's row in a table: variant, coordinates in the grid, seed."""
         return {"variant": self.variant.name, **self.variant.coordinates, "seed": self.seed}
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """Read all metrics in a run's folder, round to value, by name.
+    """Read the curves of all metrics in a run's folder: round to value, by name.
 
-    Rounds are counted from 1; a central run has epochs instead. Metrics logged once, such as the test's,
-    are placed one round after the last. ``epoch`` has only the rounds themselves.
+    Rounds are counted from 1; a central run has epochs instead. A metric that is logged once, such as the
+    test's, has one value, one round after the last. The curve ``epoch`` has a value for every round.
     """
     history = History.read(run)
     rounds = {line.number: line.number - 1.0 for line in history.rounds}
@@ -62,7 +62,7 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
     """Read the result of a finished run.
 
     Raises:
-        ConfigurationError: if the run has not logged a metric that is to be reported.
+        ConfigurationError: if the run has not logged a reported metric.
     """
     logged = curves(run.folder)
     num_rounds = max(logged.pop("epoch"), default=0)
@@ -90,7 +90,7 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
 
 
 def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """Group results by the name of their variant, in the order of first occurrence."""
+    """Group results by the name of their variant, in the order of the first results."""
     groups: dict[str, list[RunResult]] = {}
     for result in results:
         groups.setdefault(result.variant.name, []).append(result)
@@ -98,14 +98,14 @@ def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
 
 
 def runs_table(results: Sequence[RunResult]) -> DataFrame:
-    """Return a table with a row for each run, with all digits."""
+    """Return a table with one row per run, of unrounded numbers."""
     import pandas  # half a second to import
 
     return pandas.DataFrame([{**r.place, **r.columns} for r in results])
 
 
 def curves_table(results: Sequence[RunResult]) -> DataFrame:
-    """Return a table with a row for each round of every run; a metric that was not logged is empty."""
+    """Return a table with one row per run and round; cells of metrics that were not logged are empty."""
     import pandas
 
     rows = [
@@ -117,7 +117,7 @@ def curves_table(results: Sequence[RunResult]) -> DataFrame:
 
 
 def spreads(results: Sequence[RunResult]) -> tuple[DataFrame, DataFrame, Series]:
-    """Return a table with a row for each variant: mean and standard deviation over seeds, and number of runs.
+    """Return means, standard deviations and numbers of runs over seeds, with one row per variant.
 
     A value is nan if a run of the variant lacks it; so is the standard deviation of a single run.
     """
@@ -129,7 +129,7 @@ def spreads(results: Sequence[RunResult]) -> tuple[DataFrame, DataFrame, Series]
 
 
 def results_cells(results: Sequence[RunResult]) -> DataFrame:
-    """Return the table of results as text, with a row for each variant: mean ± std over seeds.
+    """Return the table of results as text, one row per variant: mean ± standard deviation over seeds.
 
     The last column is the number of runs. Bytes are totals over rounds and clients, seconds are per run.
     """
@@ -145,7 +145,7 @@ def results_cells(results: Sequence[RunResult]) -> DataFrame:
 def over_axes(
     results: Sequence[RunResult], values: Series, axes: Mapping[str, Sequence[str]]
 ) -> DataFrame:
-    """Arrange one value per variant over a grid, nan for none: the first axis down, the second across."""
+    """Arrange one value per variant as a matrix: the first axis of the grid down, the second across; else nan."""
     import pandas
 
     (down, rows), (across, columns) = axes.items()
@@ -156,7 +156,7 @@ def over_axes(
 
 
 def head_and_rows(cells: DataFrame, corner: str = "variant") -> tuple[list[str], list[list[str]]]:
-    """Return the header row and the other rows of a grid's table; each row begins with its name."""
+    """Return the header and the rows of a table; every row begins with its name."""
     rows = [[str(name), *row] for name, row in zip(cells.index, cells.to_numpy(), strict=True)]
     return [corner, *map(str, cells.columns)], rows
 
@@ -167,7 +167,7 @@ def latex(results: Sequence[RunResult], metrics: Sequence[str], goals: Mapping[s
     Args:
         results: results of all runs.
         metrics: the columns, each with mean ± standard deviation over seeds.
-        goals: metric to ``max`` or ``min``; the best mean is bold. In other columns nothing is bold.
+        goals: metric to ``max`` or ``min``, of columns whose best mean is bold.
 
     Example:
         >>> runs = [RunResult(Variant("top_k", ()), 0, {}, {"test/loss": 0.5})]

@@ -1,7 +1,7 @@
 """Folders of the runs of a comparison or a search, and progress bars of the runs.
 
-A run's folder has `run.yaml`, the complete configuration; `run.json`, the fingerprint and, once the run is
-finished, its seconds; `log.txt`, the printed output; and Lightning's checkpoints and event files.
+A run's folder has `run.yaml`, the complete configuration; `run.json`, with the fingerprint and, after the end
+of the run, its seconds; `log.txt`, the printed output; and Lightning's checkpoints and event files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fl_lightning.reports.layout import duration
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Return whether the run, with this configuration, has finished without error."""
+    """Return whether a run with this configuration and seed has finished without error."""
     state = state_of(run)
     return state.get("fingerprint") == run.fingerprint and "seconds" in state
 
 
 def seconds_of(run: PlannedRun) -> float:
-    """Return the wall seconds of a finished run; for a resumed run, those since it was resumed."""
+    """Return the wall-clock seconds of a finished run; for a resumed run, those since it was resumed."""
     return float(str(state_of(run)["seconds"]))
 
 
@@ -46,7 +46,10 @@ def checkpoint_of(run: PlannedRun) -> Path:
         return last
     every = sorted(last.parent.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not every:
-        raise ConfigurationError(f"{run.name} has left no checkpoint in {last.parent}")
+        raise ConfigurationError(
+            f"the run {run.name!r} has written no checkpoint into {last.parent}, from which others start: set "
+            "trainer.enable_checkpointing to true in first"
+        )
     return every[-1]
 
 
@@ -55,7 +58,7 @@ def _last_checkpoint(run: PlannedRun) -> Path:
 
 
 def prepare(run: PlannedRun) -> list[str]:
-    """Write the files of a run, and return its command line, which resumes the run if it has a checkpoint."""
+    """Write a run's files before it starts, and return its command line, which resumes an interrupted run."""
     resumed = state_of(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
     if not resumed:
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -71,14 +74,14 @@ def prepare(run: PlannedRun) -> list[str]:
         *("--seed_everything", str(run.seed)),
         *("--trainer.logger", json.dumps(run_loggers(run))),
         *("--trainer.enable_progress_bar", "false"),
-        *("--report", "false"),  # there is one of all runs
+        *("--report", "false"),  # the command writes one report about all runs
         *(("--trainer.devices", "1") if left_open else ()),
         *(("--ckpt_path", str(_last_checkpoint(run))) if resumed else ()),
     ]
 
 
 def state_of(run: PlannedRun) -> dict[str, object]:
-    """Read ``run.json``: a run's fingerprint and, once it is finished, further facts; empty without the file."""
+    """Return the content of ``run.json``: a run's fingerprint and facts about its end; empty without the file."""
     try:
         state = json.loads((run.folder / "run.json").read_text())
     except (OSError, ValueError):  # never begun, or killed while the file was written
@@ -99,7 +102,7 @@ _BAR = 12
 
 
 class Watch:
-    """Progress bars of a command that trains many runs.
+    """Progress bars of a command that trains many runs, with the estimated time left.
 
     Args:
         what: ``runs`` or ``trials``.
@@ -113,7 +116,7 @@ class Watch:
         self._first: dict[str, tuple[int, float]] = {}
 
     def bars(self, running: Sequence[PlannedRun], width: int) -> Table:
-        """Return a bar for all runs, with the estimated time left, and a bar for each run in progress."""
+        """Return one bar for all runs together, and one bar for each run in progress."""
         grid = Table.grid(*[Column(no_wrap=True) for _ in range(5)], padding=(0, 2))
         done, left = self.done, ""
         if done > self._done_before:
@@ -142,7 +145,10 @@ class Watch:
 
 
 def last_round(run: PlannedRun) -> tuple[int, int, str] | None:
-    """Return a run's last round, its number of rounds, and a metric in words; None before the first round."""
+    """Return the number of a run's last round, its number of rounds, and the text of a metric.
+
+    None before the first round.
+    """
     try:
         with (run.folder / "run.log").open("rb") as file:
             file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""Search spaces: a range or a list of values for each option; and the keys of a search's YAML.
+"""Search spaces, with a range or a list of values for each option; and the keys of a search's YAML.
 
 model.optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
 federation.local_epochs: {low: 1, high: 8}
@@ -30,11 +30,11 @@ _MOST_GRID = 10_000  # numbers of one range: more is a mistake
 
 @dataclass(frozen=True)
 class Parameter:
-    """Range or choices of a searched option, for Optuna.
+    """Range or choices of a searched option, with Optuna's distribution.
 
     Attributes:
         distribution: Optuna's distribution, over the numbers of a range or the names of choices.
-        choices: name to value; numbers, words, true, false and null are their own names. None for a range.
+        choices: name to value; numbers, texts, true, false and null are their own names. None for a range.
         points: number of values that a grid takes from a range, both ends included; None for every step.
     """
 
@@ -44,17 +44,20 @@ class Parameter:
 
     @property
     def ends(self) -> list[Any]:
-        """Values to check before the search: both ends of a range, or all choices."""
+        """Values that are checked before the search: both ends of a range, or all choices."""
         own: Any = self.distribution
         if self.choices is not None:
             return [*self.choices.values()]
         return [*dict.fromkeys((own.low, own.high))]
 
     def grid(self, path: str) -> list[Any]:
-        """Return the names of the values in a grid.
+        """Return the values that a grid takes from this parameter; of choices, their names.
+
+        Args:
+            path: path of the option, for errors.
 
         Raises:
-            ConfigurationError: if the grid has more than 10,000 values, or the range has neither step nor points.
+            ConfigurationError: if there are more than 10,000 values, or the range has neither step nor points.
 
         Example:
             >>> found = read_parameters({"x": {"low": 0.01, "high": 1, "log": True, "points": 3}})
@@ -68,17 +71,19 @@ class Parameter:
             return _spaced(own, self.points)
         if own.log or own.step is None:  # for integers, Optuna's step is at least 1
             raise ConfigurationError(
-                f"space: a grid over {path} needs its numbers: give points (how many), or a list"
+                f"space: {path}: the sampler grid needs the numbers of the range: give points (how many), step, "
+                "or a list of values"
             )
         count = math.floor((own.high - own.low) / own.step + 1e-9) + 1
         if count > _MOST_GRID:
             raise ConfigurationError(
-                f"space: a grid over {path} has too many numbers, {count}: give points, or a larger step"
+                f"space: {path}: the grid has {count} numbers, too many (at most {_MOST_GRID}): give points, or a "
+                "larger step"
             )
         return [own.low + number * own.step for number in range(count)]
 
     def key_of(self, value: Any) -> Any:
-        """Return the name under which Optuna knows a value of the configuration; None if it is outside the space."""
+        """Return Optuna's name of a value of the option; None if the value is outside the space."""
         if self.choices is not None:
             return next((key for key, one in self.choices.items() if one == value), None)
         own: Any = self.distribution
@@ -88,12 +93,12 @@ class Parameter:
         return kind(value) if own.low <= value <= own.high and kind(value) == value else None
 
     def value_of(self, key: Any) -> Any:
-        """Return the value that one of Optuna's names stands for."""
+        """Return the value of the option that has this name in Optuna."""
         return key if self.choices is None else self.choices[key]
 
 
 def _spaced(numbers: Any, count: int) -> list[Any]:
-    """Return evenly spaced numbers from the low to the high end; with equal ratios on a log scale."""
+    """Return evenly spaced numbers from the low to the high end; on a log scale, with equal ratios."""
     low, high = numbers.low, numbers.high
     if count == 1 or low == high:
         return [low]
@@ -105,7 +110,7 @@ def _spaced(numbers: Any, count: int) -> list[Any]:
 
 
 def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Read a search space into parameters, by the path of the option.
+    """Convert a search space to parameters, by path of the option.
 
     Args:
         space: path to a list of values, or to a mapping with `low` and `high`, or with `choices`.
@@ -130,8 +135,8 @@ def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
     issues += [f"space: {b} is inside {a}: search one of them" for a, b in inner]
     if not space:
         issues.append(
-            "space: there is nothing to search: name an option of the configuration, e.g. "
-            "model.optimizer.lr: {low: 1e-4, high: 1e-1, log: true}"
+            "space must name at least one option of the configuration, e.g. model.optimizer.lr: {low: 1e-4, "
+            "high: 1e-1, log: true}"
         )
     if issues:
         raise ConfigurationError("\n".join(issues))
@@ -143,7 +148,7 @@ def _parameter(given: Any) -> Parameter:
         return _choices(_named(given))
     if not isinstance(given, dict) or ("choices" in given) == ("low" in given or "high" in given):
         raise ConfigurationError(
-            f"must be a list of values, or have low and high, or choices, got {given!r}"
+            f"must be a list of values, or a mapping with low and high, or with choices, got {given!r}"
         )
     if "choices" in given:
         _only(given, ("choices",))
@@ -169,15 +174,17 @@ def _range(given: Mapping[str, Any]) -> Parameter:
     if low is None or high is None:
         raise ConfigurationError(f"must have both low and high, got {dict(given)}")
     if not isinstance(log, bool):
-        raise ConfigurationError(f"has log: true or false, got {log!r}")
+        raise ConfigurationError(f"has log, which must be true or false, got {log!r}")
     if points is not None and (type(points) is not int or points < 1):
-        raise ConfigurationError(f"has points that are a whole number > 0, got {points!r}")
+        raise ConfigurationError(
+            f"has points, which must be a whole number above 0, got {points!r}"
+        )
     is_whole = all(isinstance(one, int) for one in (low, high, step or 1))
     kind: Any = IntDistribution if is_whole else FloatDistribution
     try:
         distribution = kind(low, high, log, 1 if step is None and is_whole else step)
     except ValueError as error:
-        raise ConfigurationError(f"is no range: {error}") from None
+        raise ConfigurationError(f"must be a valid range: {error}") from None
     return Parameter(distribution, points=points)
 
 
@@ -187,19 +194,21 @@ def _number(given: Any, key: str) -> float | int | None:
     try:
         value = math.nan if isinstance(given, bool) else float(given)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"has {key} that must be a number, got {given!r}") from None
+        raise ConfigurationError(f"has {key}, which must be a number, got {given!r}") from None
     if not math.isfinite(value):
-        raise ConfigurationError(f"has {key} that must be a finite number, got {given!r}")
+        raise ConfigurationError(f"has {key}, which must be a finite number, got {given!r}")
     return given if isinstance(given, int) else value
 
 
 def _named(values: Any) -> dict[Any, Any]:
-    """Return values by name: a class is named by its class name, a simple value is its own name."""
+    """Return values by name: a class has its class's name, a number or text is its own name."""
     if not isinstance(values, list) or not values:
-        raise ConfigurationError(f"must have at least one value to choose, got {values!r}")
+        raise ConfigurationError(f"must have at least one value to choose from, got {values!r}")
     names = [_name(value) for value in values]
     if len({(type(name), name) for name in names}) < len(names):
-        raise ConfigurationError("has choices of the same name: give names, choices: {name: value}")
+        raise ConfigurationError(
+            "has several choices of the same name: give them names, as choices: {name: value}"
+        )
     return dict(zip(names, values, strict=True))
 
 
@@ -214,7 +223,7 @@ def _name(value: Any) -> Any:
 def _only(given: Mapping[str, Any], allowed: Sequence[str]) -> None:
     if unknown := [str(key) for key in given if key not in allowed]:
         raise ConfigurationError(
-            f"has {', '.join(unknown)}, which is not one of {', '.join(allowed)}"
+            f"has {', '.join(unknown)}, which is not accepted: the keys are {', '.join(allowed)}"
         )
 
 
@@ -223,7 +232,7 @@ class Search:
     """A search for values of a configuration's options.
 
     Args:
-        space: path of each searched option, to a range {low, high, log, step, points}, to a list of
+        space: what to search: path of an option to a range {low, high, log, step, points}, to a list of
             values, or to {choices: {name: value}}. The keys init_args in a path may be left out.
         configs: files of the configuration, layered; paths are relative to the search's own file.
             Files of --config follow.
@@ -244,7 +253,7 @@ class Search:
         sampler_seed: seed of the proposed values.
 
     Raises:
-        ConfigurationError: if there is nothing to search, or the space is not understood.
+        ConfigurationError: if the space is empty or invalid.
 
     Example:
         >>> search = Search(space={"model.lr": {"low": 0.001, "high": 1.0, "log": True}}, trials=10)

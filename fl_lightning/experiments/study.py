@@ -5,10 +5,11 @@ of the trial) and of the earlier trials: with one worker, a resumed search equal
 (A sampler's own generator would propose the same values again after a resume, or on a second machine.)
 Sources: Bergstra et al. 2011 (TPE); Li et al. 2018 (Hyperband); Akiba et al. 2019 (Optuna).
 
-Importance of an option: share of the variance over the space that the option alone explains, in a forest fitted
-to the trials (fANOVA), normalised to a sum of 1. A stopped trial counts as no better than the worst complete one.
+Importance of an option: share of the variance of values over the space that this option alone explains, by a
+random forest fitted to the trials (fANOVA), normalised to a sum of 1. A stopped trial gets the value of the worst
+complete trial, or its own if it is worse.
 Source: Hutter et al. 2014, ICML; Optuna's implementation.
-Differs: Optuna leaves stopped trials out, and with them the option that often matters most.
+Differs: Optuna leaves out stopped trials, in which the most important option often has bad values.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _SECONDS_TO_WAIT = 60  # for SQLite's lock, which other processes hold for moments
-_IDENTITY = "what is compared"
+_IDENTITY = "what is compared"  # attribute of the study with the options that all its trials share
 _MOST_SHOWN = 4
 
 
@@ -93,7 +94,7 @@ def _storage(given: str | None, out: Path) -> BaseStorage:
 
 
 def _without_password(where: str) -> str:
-    """Return a database's URL with its password replaced by stars; a path is returned unchanged.
+    """Replace the password in a database's URL by stars; a path is returned unchanged.
 
     Example:
         >>> _without_password("postgresql://me:secret@host/study")
@@ -134,13 +135,13 @@ def _check_identity(study: optuna.Study, now: Mapping[str, Any], where: str) -> 
         more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
         raise ConfigurationError(
             f"the study {study.study_name!r} in {_without_password(where)} belongs to another search, "
-            f"whose trials are not comparable: {'; '.join(found[:_MOST_SHOWN])}{more}. Give "
-            "another --out or --name, or the search of that study"
+            f"whose trials are not comparable: {'; '.join(found[:_MOST_SHOWN])}{more}. Give another --out or "
+            "--name for a new study, or the search of this study"
         )
 
 
 class _Grid(samplers.GridSampler):
-    """Grid sampler that does not stop the study: `Trials` counts the trials."""
+    """Optuna's grid sampler, which here does not end the study: `Trials` counts the trials."""
 
     @override
     def after_trial(self, *args: Any) -> None:
@@ -151,8 +152,8 @@ def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
     """Return the sampler that proposes the values of the trial with this number."""
     if search.sampler == "grid":
         grid = {path: parameter.grid(path) for path, parameter in search.parameters.items()}
-        order = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
-        return _Grid(grid, seed=order)
+        shuffle = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
+        return _Grid(grid, seed=shuffle)
     seed = derive_seed(search.sampler_seed, "sweep", number) % 2**32
     if search.sampler == "random":
         return samplers.RandomSampler(seed=seed)
@@ -160,7 +161,7 @@ def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
 
 
 def ask(study: Study, search: Search) -> optuna.Trial:
-    """Return a new trial, whose values are drawn by the trial's own sampler."""
+    """Create the next trial of a study, with values proposed by the sampler of this trial."""
     trial = study.ask()
     study.sampler = sampler_of(search, trial.number)
     for path, parameter in search.parameters.items():
@@ -169,7 +170,7 @@ def ask(study: Study, search: Search) -> optuna.Trial:
 
 
 def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
-    """Return the pruner of a search; a complete trial has the given number of rounds."""
+    """Return the pruner of a search, whose complete trials have the given number of rounds."""
     if search.pruner == "median":
         return pruners.MedianPruner(
             n_startup_trials=search.startup_trials, n_warmup_steps=search.min_rounds
@@ -192,7 +193,7 @@ _FEWEST = 6  # trials that are needed for an estimate of importance
 
 
 def ranked(study: optuna.Study) -> list[FrozenTrial]:
-    """Return ended trials: complete ones, the best first; then stopped ones, the longest first."""
+    """Return the ended trials: complete ones, the best first; stopped ones, the longest first; failed ones."""
     sign = -1 if study.direction == StudyDirection.MAXIMIZE else 1
 
     def order(trial: FrozenTrial) -> tuple[float, ...]:
@@ -206,7 +207,7 @@ def ranked(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
-    """Return a table with a row for each ended trial, in the order of `ranked`, with all digits."""
+    """Return a table with one row per ended trial, in the order of `ranked`, of unrounded numbers."""
     import pandas
 
     facts = ("rounds", "seconds", "reason")
@@ -228,12 +229,12 @@ def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
 def cells(
     table: DataFrame, metric: str, names: Mapping[str, str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table of trials as text.
+    """Return the header and the rows of a table of trials, as text.
 
     Args:
         table: rows of `trials_table`.
         metric: name of the metric.
-        names: short names of the options by path, a column each.
+        names: short names of the options by path, one column per option.
     """
     rows = [
         [
@@ -249,7 +250,7 @@ def cells(
 
 
 def write_best(path: Path, best: FrozenTrial, plan: Plan, metric: str) -> None:
-    """Write the complete configuration of the best trial."""
+    """Write the complete configuration of the best trial as a YAML file."""
     lines = [f"# {metric} {best.value:.6g}: trial {best.number} of a search over"]
     lines += [f"#   {option}: {best.params[option]}" for option in plan.parameters]
     lines += [f"# fl-lightning fit --config {path}", ""]
@@ -272,7 +273,7 @@ def shown(value: Any) -> str:
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Return the importance of each option by path, the highest first; empty if it cannot be estimated."""
+    """Return the importance of each option by path, the highest first; empty if there are too few trials."""
     values = {state: [v for _, v in _points(study, state)] for state in _SHOWN}
     if sum(map(len, values.values())) < _FEWEST or len(set(values[TrialState.COMPLETE])) < 2:
         return {}
@@ -348,11 +349,11 @@ def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, f
 def trial_line(
     trial: FrozenTrial, done: int, budget: int, reason: str | None, *, is_best: bool
 ) -> str:
-    """Return a line about a trial that has ended.
+    """Return the line that is printed when a trial has ended.
 
     Args:
         trial: the trial.
-        done: number of trials that have ended.
+        done: number of complete and stopped trials.
         budget: number of trials of the search.
         reason: reason why the trial was stopped; None if it is complete.
         is_best: whether it is the best trial so far.

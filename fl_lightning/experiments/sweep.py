@@ -1,4 +1,4 @@
-"""The command ``fl-lightning sweep``: searches values for options; several processes may share a study."""
+"""The command ``fl-lightning sweep``: searches the best values of options; several commands may share a study."""
 
 from __future__ import annotations
 
@@ -75,11 +75,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def sweep(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> None:
-    """Run the command, with words that are added to every run; ends the process with code 1 if trials fail.
+    """Run the command; end the process with code 1 if trials fail.
+
+    Args:
+        given: the parsed options of the command.
+        options: words after ``--``, which are added to the command line of every run.
+        resolve: function that returns the complete configuration of a run.
+        fit: function that trains a run.
 
     Raises:
         ConfigurationError: before any trial starts, if an option or a configuration is refused.
-        Interrupted: by Ctrl-C; the same command resumes the search.
+        Interrupted: after Ctrl-C; the same command resumes the search.
     """
     search = Search(**{key: given[key] for key in Search.__dataclass_fields__})
     files = [str(path) for path in given.search or []] or given.config
@@ -124,7 +130,7 @@ def _report(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
     (out / "trials.md").write_text(markdown(*cells(told, search.metric, names)) + "\n")
     complete = trials.of(TrialState.COMPLETE)
     if not complete:
-        print(f"\nno trial was completed, so that none is the best: see {out}/trials.csv")
+        print(f"\nno trial is complete, so there is no best one; {out}/trials.csv has the reasons")
         return
     best = study.best_trial
     draw_trials(out, study, search.metric)

@@ -1,4 +1,4 @@
-"""Plan of a search: the place of each searched option, and the configuration of each trial."""
+"""Plan of a search: where its options are in the configuration, and the configuration of each trial."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Place: TypeAlias = tuple[str | int, ...]
 
 
 def place_of(configuration: Mapping[str, Any], path: str) -> Place:
-    """Return the keys that lead to an option in a configuration; a path may leave out `init_args`.
+    """Return the keys that lead to an option in a configuration; the path may leave out ``init_args``.
 
-    The last key need not exist: the parser checks whether the class has such an option.
+    The last key may be missing in the configuration: the parser checks whether the class has such an option.
 
     Args:
         configuration: complete configuration.
         path: keys separated by dots; an entry of a list is its number, from 0.
 
     Raises:
-        ConfigurationError: if the configuration has no mapping or list at a part of the path.
+        ConfigurationError: if a part of the path does not lead to a mapping or list.
 
     Example:
         >>> model = {"class_path": "my.Net", "init_args": {"lr": 0.1}}
@@ -54,7 +54,7 @@ def place_of(configuration: Mapping[str, Any], path: str) -> Place:
 
 
 def _keys(node: Any, word: str, *, may_be_new: bool) -> list[str | int] | None:
-    """Return the keys from a node to the option that a word of the path names; None without that option."""
+    """Return the keys from a node to the option that a word of the path names; None if there is no such option."""
     if isinstance(node, list):
         return [int(word)] if word.isdecimal() and int(word) < len(node) else None
     if not isinstance(node, Mapping) or word in node:
@@ -68,16 +68,14 @@ def _keys(node: Any, word: str, *, may_be_new: bool) -> list[str | int] | None:
 
 def _what_is_there(node: Any, word: str, owner: str) -> str:
     if isinstance(node, list):
-        return (
-            f"{owner} is a list of {len(node)}: name an entry by its number, from 0, got {word!r}"
-        )
+        return f"{owner} is a list: name an entry by its number, from 0 to {len(node) - 1}, got {word!r}"
     if isinstance(node, Mapping):
         known = [str(key) for key in [*node, *(node.get("init_args") or {})]]
         names = [key for key in known if key not in ("class_path", "init_args")]
         return f"{owner or 'the configuration'} has no {word!r}. {close_to(word, names)}"
     shown = "null" if node is None else repr(node)
     return (
-        f"{owner} is {shown} in the configuration and has no {word}: give it a class there, or under "
+        f"{owner} is {shown} in the configuration and has no option {word}: give it a class there, or under "
         "base"
     )
 
@@ -93,7 +91,7 @@ def value_at(configuration: Any, place: Sequence[str | int]) -> Any:
 
 
 def with_values(configuration: dict[str, Any], values: Mapping[Place, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration with new values at some places.
+    """Return a copy of a configuration in which some places have new values.
 
     Example:
         >>> with_values({"a": {"b": 1, "c": 2}}, {("a", "b"): 3})
@@ -109,7 +107,7 @@ def with_values(configuration: dict[str, Any], values: Mapping[Place, Any]) -> d
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return a short, unique name for each path: as many of its last words as needed.
+    """Return a short, unique name for each path: as many of its last words as that takes.
 
     Example:
         >>> short_names(["model.optimizer.lr", "model.scheduler.lr", "data.batch_size"]).values()
@@ -129,7 +127,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a search, from which the run of each trial is made.
+    """Plan of a search, which makes the runs of its trials.
 
     Attributes:
         configuration: complete configuration, with the user's own values.
@@ -158,7 +156,10 @@ class Plan:
 
     @property
     def as_configured(self) -> dict[str, Any] | None:
-        """Optuna's names of the values in the base configuration, by path; None if a value is outside the space."""
+        """Values of the searched options in the base configuration, as Optuna names them, by path.
+
+        None if a value is outside the space.
+        """
         keys = {
             path: parameter.key_of(value_at(self.configuration, self.places[path]))
             for path, parameter in self.parameters.items()
@@ -166,7 +167,7 @@ class Plan:
         return None if any(key is None for key in keys.values()) else keys
 
     def with_keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of a trial, given Optuna's names of its values by path."""
+        """Return the configuration of a trial; ``keys`` are its values, as Optuna names them, by path."""
         values = {
             self.places[path]: self.parameters[path].value_of(key) for path, key in keys.items()
         }
@@ -177,7 +178,7 @@ class Plan:
         return self.out / f"trial_{number:04d}"
 
     def run(self, number: int, keys: Mapping[str, Any], seed: int) -> PlannedRun:
-        """Return the run of a trial with a seed; ``keys`` are Optuna's names of its values, by path."""
+        """Return the run of a trial with a seed; ``keys`` as in `with_keys`."""
         folder = self.folder(number)
         # the test set must not influence the choice
         text = as_text({**self.with_keys(keys), "test_after_fit": False})
@@ -194,16 +195,16 @@ def plan_search(
         configs: further files of the configuration.
         options: further words of every run's command line.
         out: folder of the search.
-        resolve: resolves a run's command line.
+        resolve: function that returns the complete configuration of a run.
 
     Raises:
-        ConfigurationError: if the configuration, or a value of the space, is refused.
+        ConfigurationError: if the configuration, or a value of the space, is invalid.
     """
     files = [*(str(path.absolute) for path in search.configs), *configs]
     if not files and search.base is None:
         raise ConfigurationError(
-            "there is no configuration to search: give --config, as you give it to fit, or configs "
-            "in the search's file"
+            "config: a search needs a configuration: give --config, as for fit, or configs in the file of "
+            "--search"
         )
     configuration = yaml.safe_load(resolved(files, [search.base or {}], options, resolve))
     parameters = search.parameters
@@ -212,7 +213,7 @@ def plan_search(
     for path, place in places.items():
         if place in by_place:
             raise ConfigurationError(
-                f"space: {by_place[place]} and {path} are the same option: name it once"
+                f"space: {by_place[place]} and {path} are the same option: remove one of them"
             )
         by_place[place] = path
     seed = configuration.get("seed_everything")
@@ -221,7 +222,7 @@ def plan_search(
     plan = Plan(configuration, parameters, places, seeds, out)
     if search.pruner == "hyperband" and plan.num_rounds < 1:
         raise ConfigurationError(
-            "search: pruner hyperband needs trainer.max_epochs, the rounds of a whole trial"
+            "pruner: hyperband needs the number of rounds of a complete trial: set trainer.max_epochs"
         )
     _check_ends(plan, resolve)
     return plan

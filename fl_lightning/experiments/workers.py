@@ -1,8 +1,8 @@
-"""Trials of a search in worker processes: the choice of the next trial, early stopping, and resuming.
+"""Trials of a search in worker processes: which trial is next, early stopping, and resuming.
 
-The process that holds the lock in a trial's folder runs the trial. An unfinished trial whose lock is free is
-resumed from its last checkpoint. If its folder is on another machine, a trial without a sign of life for
-10 minutes is marked as failed, and a new one takes its place.
+The command that has locked a file in a trial's folder runs the trial. An unfinished trial with an unlocked file is
+resumed from its last checkpoint. A trial whose folder is on another machine is marked as failed after 10 minutes
+without a sign of life, and a new trial replaces it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
-class Held:
-    """A trial that this command runs.
+class LockedTrial:
+    """A trial that this command runs, with its lock and its values so far.
 
     Attributes:
         trial: Optuna's trial.
@@ -42,8 +42,8 @@ class Held:
         began: start of the trial here, by the monotonic clock.
         seconds_before: seconds that the trial had run before it was resumed.
         is_resumed: whether the trial was interrupted before.
-        reported: rounds whose values the study has.
-        values: values of the runs that have ended, one for each seed.
+        reported: rounds whose values were reported to the study.
+        values: values of the ended runs, one per seed.
         told: values of the metric in the current run, by round.
         stopped: reason why the trial was stopped; None if it was not.
     """
@@ -66,7 +66,7 @@ class Held:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of the current run whose values are known."""
+        """Last round of the current run whose value is known; 0 before the first."""
         return max(self.told, default=0)
 
     @property
@@ -81,7 +81,7 @@ class Held:
         self.trial.set_user_attr("seconds", self.seconds)
 
     def give_sign_if_due(self) -> None:
-        """Call `give_sign` at most twice a minute, because the storage may be slow."""
+        """Call `give_sign`, but at most twice a minute, because the storage may be slow."""
         if time.monotonic() - self._signed >= SECONDS_BETWEEN_SIGNS:
             self.give_sign()
 
@@ -91,51 +91,55 @@ class Trials:
 
     def __init__(self, study: optuna.Study, search: Search, plan: Plan) -> None:
         self.study, self.search, self.plan = study, search, plan
-        self._held: set[int] = set()
+        self._locked: set[int] = set()
 
-    def next(self) -> Held | None:
-        """Return the next trial to run, interrupted ones first; None once there are enough."""
-        held = next(self._interrupted(), None)
-        while held is None and len(self.of(*DONE, TrialState.RUNNING)) < self.search.num_trials:
-            held = self._ask()
-        return held
+    def next(self) -> LockedTrial | None:
+        """Return the next trial to run, an interrupted one or else a new one; None if there are enough."""
+        locked = next(self._interrupted(), None)
+        while locked is None and len(self.of(*DONE, TrialState.RUNNING)) < self.search.num_trials:
+            locked = self._ask()
+        return locked
 
     def of(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials that are in one of the given states."""
+        """Return the trials in the given states."""
         return self.study.get_trials(deepcopy=False, states=states)
 
     def elsewhere(self) -> int:
         """Return the number of trials that other commands run."""
-        return sum(trial.number not in self._held for trial in self.of(TrialState.RUNNING))
+        return sum(trial.number not in self._locked for trial in self.of(TrialState.RUNNING))
 
     def end(
-        self, held: Held, state: TrialState | None, value: float | None = None, **known: Any
+        self,
+        locked: LockedTrial,
+        state: TrialState | None,
+        value: float | None = None,
+        **known: Any,
     ) -> None:
         """Record the end of a trial, and release its lock.
 
         Args:
-            held: the trial.
+            locked: the trial.
             state: complete; pruned, if it was stopped early or could not train; failed, so that another
-                one takes its place; None to leave it unfinished, so that it can be resumed.
+                trial replaces it; None to leave it unfinished, so that it can be resumed.
             value: value of a complete trial.
             known: further facts to record.
         """
-        held.give_sign()
+        locked.give_sign()
         for name, fact in known.items():
-            held.trial.set_user_attr(name, fact)
+            locked.trial.set_user_attr(name, fact)
         if state is not None:
-            self.study.tell(held.trial, value, state)
-        self._held.discard(held.number)
-        held.lock.close()
+            self.study.tell(locked.trial, value, state)
+        self._locked.discard(locked.number)
+        locked.lock.close()
 
-    def _interrupted(self) -> Iterator[Held]:
+    def _interrupted(self) -> Iterator[LockedTrial]:
         for known in self.of(TrialState.RUNNING):
-            if known.number in self._held:
+            if known.number in self._locked:
                 continue
             if not self.plan.folder(known.number).exists():
                 self._give_up_if_silent(known)
                 continue
-            lock = self._locked(known.number)
+            lock = self._lock(known.number)
             if lock is None:
                 continue
             if self.study.trials[known.number].state != TrialState.RUNNING:  # has just ended
@@ -143,36 +147,40 @@ class Trials:
                 continue
             trial = optuna.Trial(self.study, known._trial_id)
             before = float(known.user_attrs.get("seconds", 0.0))
-            held = self._hold(trial, lock, before, is_resumed=True)
-            held.reported |= set(known.intermediate_values)
-            yield held
+            locked = self._locked_trial(trial, lock, before, is_resumed=True)
+            locked.reported |= set(known.intermediate_values)
+            yield locked
 
-    def _ask(self) -> Held | None:
-        """Return a new trial; None if another command has begun it, or has begun the last one."""
+    def _ask(self) -> LockedTrial | None:
+        """Return a new trial; None if another command was faster to lock it, or to start the last trial."""
         trial = ask(self.study, self.search)
         self.plan.folder(trial.number).mkdir(parents=True, exist_ok=True)
-        lock = self._locked(trial.number)
+        lock = self._lock(trial.number)
         if lock is None:
-            return None  # another command has resumed it
-        held = self._hold(trial, lock, 0.0)
+            return None  # another command has taken it for an interrupted trial
+        locked = self._locked_trial(trial, lock, 0.0)
         earlier = [
             n for one in self.of(*DONE, TrialState.RUNNING) if (n := one.number) < trial.number
         ]
         if len(earlier) >= self.search.num_trials:
-            self.end(held, TrialState.FAIL, reason="one too many: another process was faster")
+            self.end(
+                locked,
+                TrialState.FAIL,
+                reason="superfluous: another command started the last trial",
+            )
             return None
-        return held
+        return locked
 
-    def _hold(
+    def _locked_trial(
         self, trial: optuna.Trial, lock: TextIO, before: float, *, is_resumed: bool = False
-    ) -> Held:
-        held = Held(trial, lock, time.monotonic(), before, is_resumed)
-        self._held.add(trial.number)
-        held.give_sign()
-        return held
+    ) -> LockedTrial:
+        locked = LockedTrial(trial, lock, time.monotonic(), before, is_resumed)
+        self._locked.add(trial.number)
+        locked.give_sign()
+        return locked
 
-    def _locked(self, number: int) -> TextIO | None:
-        """Return the locked file of a trial's folder; None if another command has locked it."""
+    def _lock(self, number: int) -> TextIO | None:
+        """Lock the file in a trial's folder and return it; None if another command has locked it."""
         file = Path(self.plan.folder(number), "trial.lock").open("a+")  # noqa: SIM115 - it stays open
         if try_lock(file):
             return file
@@ -183,7 +191,7 @@ class Trials:
         began = known.datetime_start.timestamp() if known.datetime_start else 0.0
         if time.time() - float(known.user_attrs.get("heard of", began)) > SECONDS_OF_SILENCE:
             trial = optuna.Trial(self.study, known._trial_id)
-            trial.set_user_attr("reason", "its machine was not heard of any more")
+            trial.set_user_attr("reason", "no sign of life from its machine for 10 minutes")
             self.study.tell(trial, state=TrialState.FAIL)
 
 
@@ -191,17 +199,17 @@ _MOST_FAILURES = 3
 
 
 class TrialsFail(RuntimeError):  # noqa: N818 - the name says what is wrong
-    """Raised if trials fail for a reason that other values would not change."""
+    """Raised to end a search whose trials fail for a reason that other values would not change."""
 
 
 class Workers:
-    """Trains trials in worker processes, and stops those that the pruner rejects."""
+    """Trains the trials of a search in worker processes, and stops those that the pruner rejects."""
 
     def __init__(self, trials: Trials, fit: Fit, context: Any) -> None:
         self._trials, self._search, self._plan = trials, trials.search, trials.plan
         watch = Watch("trials", self._search.num_trials, len(trials.of(*DONE)))
         self._processes = RunPool(context, fit, watch, self._search.metric)
-        self._running: dict[Path, Held] = {}  # by folder
+        self._running: dict[Path, LockedTrial] = {}  # by folder
         self._failures = 0
 
     def run(self, count: int) -> None:
@@ -214,95 +222,95 @@ class Workers:
             with self._processes as processes:
                 while self._fill(count):
                     for running, message in processes.messages(SECONDS_BETWEEN_SIGNS):
-                        held = self._running[running.run.folder.parent]
+                        locked = self._running[running.run.folder.parent]
                         if isinstance(message, Ended):
-                            self._end(held, running, message)
+                            self._end(locked, running, message)
                         else:
-                            self._answer(held, running, message)
-                    for held in self._running.values():
-                        held.give_sign_if_due()
+                            self._answer(locked, running, message)
+                    for locked in self._running.values():
+                        locked.give_sign_if_due()
         finally:  # after an interruption or an error, so that the trials can be resumed
-            for held in self._running.values():
-                self._trials.end(held, None)
+            for locked in self._running.values():
+                self._trials.end(locked, None)
 
     def _fill(self, count: int) -> bool:
-        """Start trials until the given number runs; return whether any runs."""
+        """Start trials until the given number is running; return whether any trial is running."""
         while len(self._running) < count:
-            held = self._trials.next()
-            if held is None:
+            locked = self._trials.next()
+            if locked is None:
                 break
-            if held.is_resumed:
-                print(f"trial {held.number}: resumed where it was interrupted", flush=True)
-            self._running[self._plan.folder(held.number)] = held
-            self._start(held)
+            if locked.is_resumed:
+                print(f"trial {locked.number}: resumed where it was interrupted", flush=True)
+            self._running[self._plan.folder(locked.number)] = locked
+            self._start(locked)
         self._processes.watch.done = len(self._trials.of(*DONE))
         return bool(self._running)
 
-    def _start(self, held: Held) -> None:
-        """Start the trial's run with the next seed."""
-        held.told, seed = {}, self._plan.seeds[len(held.values)]
-        self._processes.start(self._plan.run(held.number, held.trial.params, seed))
+    def _start(self, locked: LockedTrial) -> None:
+        """Start a trial's run with its next seed."""
+        locked.told, seed = {}, self._plan.seeds[len(locked.values)]
+        self._processes.start(self._plan.run(locked.number, locked.trial.params, seed))
 
-    def _answer(self, held: Held, running: Running, values: dict[int, float]) -> None:
-        held.told = values
-        value = values[held.rounds]
+    def _answer(self, locked: LockedTrial, running: Running, values: dict[int, float]) -> None:
+        locked.told = values
+        value = values[locked.rounds]
         if not math.isfinite(value):
-            held.stopped = f"{self._search.metric} is {value} in round {held.rounds}"
-        elif not held.values:  # only the run with the first seed can be stopped early
-            if held.rounds not in held.reported:  # before it was interrupted
-                held.trial.report(value, held.rounds)
-                held.reported.add(held.rounds)
-            if held.rounds != self._plan.num_rounds and held.trial.should_prune():
-                held.stopped = f"stopped after round {held.rounds}"
+            locked.stopped = f"{self._search.metric} is {value} in round {locked.rounds}"
+        elif not locked.values:  # only the run with the first seed can be stopped early
+            if locked.rounds not in locked.reported:  # before it was interrupted
+                locked.trial.report(value, locked.rounds)
+                locked.reported.add(locked.rounds)
+            if locked.rounds != self._plan.num_rounds and locked.trial.should_prune():
+                locked.stopped = f"stopped after round {locked.rounds}"
         with suppress(OSError):  # the worker has died: the next message says so
-            running.connection.send(held.stopped is None)
+            running.connection.send(locked.stopped is None)
 
-    def _end(self, held: Held, running: Running, ended: Ended) -> None:
-        if ended.failure is None and held.stopped is None:
-            if held.told:  # else the run was finished by an earlier command
+    def _end(self, locked: LockedTrial, running: Running, ended: Ended) -> None:
+        if ended.failure is None and locked.stopped is None:
+            if locked.told:  # else the run was finished by an earlier command
                 seconds = round(time.monotonic() - running.began, 1)
-                save_state(running.run, {"seconds": seconds, "values": held.told})
+                save_state(running.run, {"seconds": seconds, "values": locked.told})
             kept: Any = state_of(running.run).get("values", {})
-            held.told = {int(number): value for number, value in kept.items()}
-            if held.told:
-                held.values.append(self._value(held.told))
+            locked.told = {int(number): value for number, value in kept.items()}
+            if locked.told:
+                locked.values.append(self._value(locked.told))
             else:
                 ended = Ended(f"metric: the run has not logged {self._search.metric!r}", "setting")
-            if held.told and len(held.values) < len(self._plan.seeds):
-                self._start(held)
+            if locked.told and len(locked.values) < len(self._plan.seeds):
+                self._start(locked)
                 return
-        del self._running[self._plan.folder(held.number)]
+        del self._running[self._plan.folder(locked.number)]
         if ended.failure is not None and ended.cause != "training":
-            self._fail(held, ended)
+            self._fail(locked, ended)
         else:
-            self._note(held, ended.failure or held.stopped)
+            self._note(locked, ended.failure or locked.stopped)
 
-    def _note(self, held: Held, reason: str | None) -> None:
-        """Record the value of a complete trial, or the reason of a stopped one, and print a line."""
+    def _note(self, locked: LockedTrial, reason: str | None) -> None:
+        """Record the value of a complete trial, or why a trial was stopped, and print a line."""
         self._failures = 0
         if reason is not None:
-            self._trials.end(held, TrialState.PRUNED, rounds=held.rounds, reason=reason)
+            self._trials.end(locked, TrialState.PRUNED, rounds=locked.rounds, reason=reason)
         else:
-            mean = sum(held.values) / len(held.values)
-            known = {"rounds": held.rounds, "values": held.values}
-            self._trials.end(held, TrialState.COMPLETE, mean, **known)
+            mean = sum(locked.values) / len(locked.values)
+            known = {"rounds": locked.rounds, "values": locked.values}
+            self._trials.end(locked, TrialState.COMPLETE, mean, **known)
         study, done = self._trials.study, len(self._trials.of(*DONE))
-        one = study.trials[held.number]
-        is_best = reason is None and study.best_trial.number == held.number
+        one = study.trials[locked.number]
+        is_best = reason is None and study.best_trial.number == locked.number
         text = trial_line(one, done, self._search.num_trials, reason, is_best=is_best)
         text = f"{text}: {shown_values(one.params, self._plan.names)}"
         print(in_lines(text, sys.stdout), flush=True)
 
-    def _fail(self, held: Held, ended: Ended) -> None:
+    def _fail(self, locked: LockedTrial, ended: Ended) -> None:
         reason = str(ended.failure)
-        self._trials.end(held, TrialState.FAIL, reason=reason)
+        self._trials.end(locked, TrialState.FAIL, reason=reason)
         self._failures += 1
-        print(f"trial {held.number} failed: {reason}", flush=True)
+        print(f"trial {locked.number} failed: {reason}", flush=True)
         is_hopeless = ended.cause == "setting" and not self._trials.of(*DONE)
         if is_hopeless or self._failures >= _MOST_FAILURES:
-            said = f"{reason} (logs: {self._plan.folder(held.number)})"
+            said = f"{reason} (logs: {self._plan.folder(locked.number)})"
             if not is_hopeless:
-                said = f"{self._failures} trials in a row failed, the last one so: {said}"
+                said = f"{self._failures} trials in a row failed, the last because: {said}"
             raise TrialsFail(said)
 
     def _value(self, values: dict[int, float]) -> float:

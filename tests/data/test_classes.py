@@ -130,7 +130,7 @@ class TestBins:
 
     def test_refuse_what_is_not_one_number_each(self):
         for labels in (["a"] * 24, np.eye(3)[CLASSES] * 2, np.array([np.nan, *range(23)])):
-            with pytest.raises(ConfigurationError, match=r"data\.bins divides one finite number p"):
+            with pytest.raises(ConfigurationError, match=r"data\.bins needs one finite number p"):
                 owned(federated(labels, ONE_CLASS, bins=3))
 
 

@@ -11,10 +11,12 @@ from fl_lightning import ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.data import (
     Digits,
     FederatedNormalize,
+    LabelFlip,
     LabelPermutation,
     NaturalPartition,
     Partition,
     QuarterTurns,
+    Trigger,
 )
 
 
@@ -147,8 +149,21 @@ def test_wrong_examples_and_options_are_refused():
         QuarterTurns(5)
     with pytest.raises(ConfigurationError, match="num_classes must be at least 2"):
         LabelPermutation(1)
-    with pytest.raises(ConfigurationError, match="there is a label 2"):
+    with pytest.raises(ConfigurationError, match="num_classes 2 and a label 2"):
         LabelPermutation(2).apply(torch.zeros(1), torch.tensor([2]), 0, [0])
+    for wrong in (torch.tensor([-1]), torch.tensor([10])):
+        with pytest.raises(ConfigurationError, match=f"num_classes 10 and a label {int(wrong)}"):
+            LabelFlip(10).change(torch.zeros(1), wrong)
+    one_hot = torch.eye(10)
+    for change in (
+        lambda: LabelPermutation(10).apply(one_hot, one_hot, 0, range(10)),
+        lambda: LabelFlip(10).change(one_hot, one_hot),
+        lambda: Trigger(target=0).change(torch.zeros(10, 1, 8, 8), one_hot),
+    ):
+        with pytest.raises(
+            ConfigurationError, match=r"changes class numbers, got rows of shape \(10,\)"
+        ):
+            change()
     with pytest.raises(ConfigurationError, match="as high as they are wide"):
         wrapped(ToyData(), QuarterTurns()).train_batch(torch.tensor([0]))
 

@@ -158,7 +158,7 @@ class TestWrapped:
 
     def test_refuses_parts_of_different_kinds(self):
         both = ConcatDataset([TensorDataset(X, Y), Table({"label": ["cat"]})])
-        with pytest.raises(ConfigurationError, match="ConcatDataset hold different kinds"):
+        with pytest.raises(ConfigurationError, match="ConcatDataset have different kinds"):
             read_column(both, None)
 
 
@@ -214,7 +214,9 @@ class TestRefuses:
             read_column(Pairs(), "writer", "partition.attribute")
 
     def test_and_says_what_is_there(self):
-        with pytest.raises(ConfigurationError, match=r"\(there are 'image', 'fine'\): name the"):
+        with pytest.raises(
+            ConfigurationError, match=r"\(there are 'image', 'fine'\): set it to the"
+        ):
             read_column(Table({"image": [1], "fine": [2]}), None)
         with pytest.raises(ConfigurationError, match=r"\(there are 'x', 'label'\): give another"):
             read_column(Items(Row), "writer")
@@ -239,7 +241,7 @@ class TestRefuses:
             read_column(Items(lambda _: item), None)
 
     def test_labels_of_different_lengths(self):
-        with pytest.raises(ConfigurationError, match="values must be of one shape"):
+        with pytest.raises(ConfigurationError, match="values must all have the same shape"):
             read_column(Items(lambda i: (X[i], torch.ones(i))), None)
 
     @pytest.mark.parametrize("missing", [None, float("nan"), np.datetime64("NaT"), "pandas"])

@@ -110,7 +110,7 @@ def tensors(*shape, dtype=torch.uint8, num_targets=4):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (pipeline(mean=(0.5,)), "one number a channel"),
+        (pipeline(mean=(0.5,)), "one number per channel"),
         (pipeline(std=(0.2, 0.0, 0.4)), "std must be > 0"),
         (pipeline(crop_padding=-1), "crop_padding must be >= 0"),
         (pipeline(padding_mode="edge"), "padding_mode must be constant or reflect, got 'edge'"),

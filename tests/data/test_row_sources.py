@@ -255,6 +255,10 @@ class TestHuggingFace:
         assert batch["labels"].tolist() == [1, 1]
         assert (source.class_names, source.num_classes) == (("con", "pro", "none"), 3)
 
+    def test_class_labels_are_numbers_if_the_user_says_so(self, reviews):
+        source = ready(HuggingFace(reviews, inputs=["score"], target_type="number"))
+        assert (source.train_set.targets.dtype, source.num_classes) == (torch.float32, 0)
+
     def test_pairs_of_texts(self, reviews):
         options = {"text": ["other", "text"], "tokenizer": words_to_numbers, "test_fraction": 0}
         source = ready(HuggingFace(reviews, val_fraction=0, max_length=2, **options))
@@ -329,8 +333,10 @@ class TestHuggingFace:
         )
         refused(lambda: HuggingFace(both, inputs=["score"], val="test", test="test"), "different")
         refused(lambda: HuggingFace(reviews, "mood", inputs=["score"]), "'mood'", "'score'")
-        refused(lambda: HuggingFace(reviews, inputs=["text"]), "'text' must hold a number")
-        refused(lambda: HuggingFace(reviews, image="text"), "no images")
+        refused(
+            lambda: HuggingFace(reviews, inputs=["text"]), "'text' must have one number per example"
+        )
+        refused(lambda: HuggingFace(reviews, image="text"), "must have images, got")
         refused(lambda: HuggingFace(reviews, inputs=["score"], text="text"), "one of text, image")
         refused(lambda: HuggingFace(reviews, text="text"), "needs a tokenizer")
         refused(lambda: HuggingFace([1], inputs=["score"]), "got list")
@@ -339,7 +345,7 @@ class TestHuggingFace:
             lambda: HuggingFace(
                 datasets.DatasetDict({"train": reviews, "test": unknown}), inputs=["score"]
             ),
-            "test holds the class",
+            "test has the class",
             "-1",
         )
 
@@ -347,5 +353,5 @@ class TestHuggingFace:
         monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
         refused(
             lambda: HuggingFace("nobody/nothing_at_all", inputs=["x"]),
-            "cannot be loaded from the hub",
+            "neither from the disk nor from the hub",
         )

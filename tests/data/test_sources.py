@@ -213,7 +213,9 @@ class TestFEMNIST:
         assert (data.source.num_classes, data.source.class_names[36]) == (62, "a")
 
     def test_files_that_are_not_there_or_not_leafs_are_named(self, tmp_path):
-        with pytest.raises(ConfigurationError, match=r"no .*train/\*\.json: write them with LEAF"):
+        with pytest.raises(
+            ConfigurationError, match=r"no file .*train/\*\.json: create the files with LEAF"
+        ):
             ready(FEMNIST(str(tmp_path)))
         (tmp_path / "train").mkdir()
         for text in ("{}", "[]", "no", '{"user_data": {"al": {"x": [[1, 2]], "y": [0]}}}'):
@@ -368,5 +370,5 @@ def test_an_empty_class_and_a_broken_file_are_named(folder):
         ready(ImageFolder(str(folder), image_size=8))
     (folder / "train" / "eel").mkdir()
     (folder / "test" / "eel").mkdir()
-    with pytest.raises(ConfigurationError, match="eel holds no image"):
+    with pytest.raises(ConfigurationError, match="eel has no image"):
         ready(ImageFolder(str(folder), image_size=8))

@@ -94,9 +94,12 @@ def test_the_runs_before_come_first_and_their_change_changes_what_starts_from_th
 
 
 def test_a_checkpoint_of_no_run_or_of_oneself_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="'a': its configuration says <first>, but"):
+    with pytest.raises(
+        ConfigurationError,
+        match="'a': its configuration has <first>, the checkpoint of a first run, but",
+    ):
         plan(tmp_path, "path: <first>", variants={"a": {}})
-    with pytest.raises(ConfigurationError, match=r"first: .* the checkpoint of itself"):
+    with pytest.raises(ConfigurationError, match=r"first: .* the path of its own checkpoint"):
         plan(tmp_path, "path: <first>", variants={"a": {}}, first={})
 
 

@@ -53,20 +53,26 @@ def test_ranges_and_choices_are_read():
 
 
 REFUSED = [
-    ({}, "there is nothing to search"),
-    ({"a": 3}, "a must be a list of values, or have low and high, or choices, got 3"),
+    ({}, "space must name at least one option"),
+    (
+        {"a": 3},
+        "a must be a list of values, or a mapping with low and high, or with choices, got 3",
+    ),
     ({"a": {"low": 1}}, "a must have both low and high"),
     (
         {"a": {"low": 2, "high": 1}},
-        "a is no range: `low <= high` must hold, but got (low=2, high=1)",
+        "a must be a valid range: `low <= high` must hold, but got (low=2, high=1)",
     ),
     ({"a": {"low": 0, "high": 1, "log": True}}, "`low >= 1` must hold for `log=True`"),
-    ({"a": {"low": 1, "high": 2, "log": "yes"}}, "log: true or false, got 'yes'"),
-    ({"a": {"low": "one", "high": 2}}, "low that must be a number, got 'one'"),
-    ({"a": {"low": True, "high": 2}}, "low that must be a finite number, got True"),
-    ({"a": {"low": 0, "high": math.inf}}, "high that must be a finite number"),
-    ({"a": {"low": 0, "high": 1, "setp": 1}}, "a has setp, which is not one of low, high"),
-    ({"a": {"low": 1, "high": 9, "log": True, "step": 2}}, "a is no range: "),
+    ({"a": {"low": 1, "high": 2, "log": "yes"}}, "log, which must be true or false, got 'yes'"),
+    ({"a": {"low": "one", "high": 2}}, "low, which must be a number, got 'one'"),
+    ({"a": {"low": True, "high": 2}}, "low, which must be a finite number, got True"),
+    ({"a": {"low": 0, "high": math.inf}}, "high, which must be a finite number"),
+    (
+        {"a": {"low": 0, "high": 1, "setp": 1}},
+        "a has setp, which is not accepted: the keys are low, high",
+    ),
+    ({"a": {"low": 1, "high": 9, "log": True, "step": 2}}, "a must be a valid range: "),
     ({"a": []}, "at least one value"),
     ({"a": [{"class_path": "x.A"}, {"class_path": "y.A"}]}, "choices of the same name"),
     ({"a": [1, 2], "a.b": [1, 2]}, "a.b is inside a"),
@@ -99,9 +105,9 @@ def test_a_grid_lies_in_its_range_and_is_one_of_optunas(low, ratio, points, log)
 
 
 def test_a_grid_has_an_end_and_its_size_is_the_number_of_its_trials():
-    with pytest.raises(ConfigurationError, match=r"a grid over model.lr needs its numbers"):
+    with pytest.raises(ConfigurationError, match=r"model.lr: the sampler grid needs the numbers"):
         Search(space={"model.lr": LR}, sampler="grid")
-    with pytest.raises(ConfigurationError, match="has too many numbers, 1000001"):
+    with pytest.raises(ConfigurationError, match="has 1000001 numbers, too many"):
         Search(space={"model.lr": {"low": 0, "high": 1_000_000}}, sampler="grid")
     space = {"model.lr": {**LR, "points": 3}, "federation.local_steps": [1, 2]}
     assert Search(space=space, sampler="grid").num_trials == 6

@@ -174,7 +174,7 @@ def test_a_rate_that_diverges_is_stopped_and_a_mistake_ends_the_sweep(capsys):
     assert states["0.1"]["state"] == "complete"
     assert states["1e+30"]["state"] == "stopped"
     assert "nan" in states["1e+30"]["reason"]
-    with pytest.raises(SystemExit, match=r"do not log 'val/acuracy' in every round. There is"):
+    with pytest.raises(SystemExit, match=r"do not log 'val/acuracy' in every round. Set it to one"):
         sweep("--out", "other", metric="val/acuracy")
     with pytest.raises(SystemExit, match="3 trials in a row failed"):
         sweep("--out=third", "--", "--trainer.callbacks=test_sweep.Broken", trials=5)
@@ -199,8 +199,8 @@ def test_processes_of_a_run_stop_together():
 @pytest.mark.parametrize(
     ("words", "changes", "message"),
     [
-        ((), {"base": None}, "there is no configuration to search: give --config"),
-        ((), {"space": {}}, "there is nothing to search"),
+        ((), {"base": None}, "a search needs a configuration: give --config"),
+        ((), {"space": {}}, "space must name at least one option"),
         ((), {"seeds": [1, 1]}, "seeds must be different whole numbers"),
         (("--trials", "0"), {}, "trials must be a whole number"),
         (("--sampler", "tep"), {}, "sampler must be one of 'tpe', 'random', 'grid'"),

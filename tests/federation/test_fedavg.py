@@ -148,7 +148,7 @@ def test_a_run_resumes_with_its_weights_of_updates(tmp_path):
     start()
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     for column in (None, TOKENS + 1):
-        with pytest.raises(ConfigurationError, match="with other weights of updates"):
+        with pytest.raises(ConfigurationError, match=r"with another data\.update_weight"):
             fit(column, max_epochs=2)[1](tmp_path / "one.ckpt")
     fit(TOKENS, max_epochs=2)[1](tmp_path / "one.ckpt")
 

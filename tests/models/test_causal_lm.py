@@ -284,6 +284,27 @@ class TestCompletions:
         whole = tokenizer.apply_chat_template(messages, tokenize=False)
         assert tokenizer.decode(batch["input_ids"][0]) == whole
 
+    @pytest.mark.parametrize(
+        ("message", "template", "said"),
+        [
+            ({"content": "Hi"}, None, "example 0: a message must have a role and a content"),
+            (
+                {"role": "assistant", "content": "Hi"},
+                "{{ raise_exception('a user begins') }}",
+                "example 0: a user begins",
+            ),
+        ],
+        ids=["no role", "a template that refuses"],
+    )
+    def test_conversations_that_no_template_accepts_are_named(self, message, template, said):
+        from datasets import Dataset
+
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = template or tokenizer.chat_template
+        conversations = Dataset.from_list([{"messages": [message]}])
+        with pytest.raises(ConfigurationError, match=said):
+            ready(Completions(conversations, tokenizer, messages="messages"))
+
     def test_examples_without_a_label_are_counted(self):
         with (
             pytest.warns(UserWarning, match="30 of 30 examples are left out"),

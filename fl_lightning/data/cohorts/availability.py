@@ -1,7 +1,7 @@
-"""Availability of clients in a round, and a cohort sampler that draws only available clients.
+"""Models of clients' availability, and a cohort sampler that draws only available clients.
 
-    stretches:   client k's rounds are divided into stretches of a given length, with an offset per
-                 client; in each stretch it is available with probability p
+    stretches:   the rounds of client k are divided into stretches of a given length, with an offset per
+                 client; in each stretch the client is available with probability p
     diurnal:     P(k is available in round r) = p + a sin(2π (r / period + φ_k))
 
 All draws are functions of (seed, round), so that a resumed run has the same clients. Sources of the
@@ -29,19 +29,19 @@ IsAvailable = npt.NDArray[np.bool_]
 
 
 class Availability(Protocol):
-    """Availability of clients in every round."""
+    """A model of which clients are available in each round."""
 
     def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
-        """Return True for available clients, bool of shape (num_clients,); must be a pure function."""
+        """Return whether each client is available, bool of shape (num_clients,); must be a pure function."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Stretches:
-    """Clients that are available, or unavailable, for some rounds at a time.
+    """Every client is available, or unavailable, for a number of rounds in a row.
 
     Args:
-        fraction: probability that a client is available in a round, in (0, 1]; 1 is always.
+        fraction: probability that a client is available in a round, in (0, 1]; 1 means always.
         length: number of rounds in a stretch, ≥ 1; stretches are independent.
 
     Example:
@@ -72,7 +72,7 @@ class Stretches:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Diurnal:
-    """Clients whose probability of being available follows the time of day.
+    """A client's probability of being available follows the time of day.
 
     Args:
         mean: mean probability over the day, in (0, 1].
@@ -117,11 +117,11 @@ class Diurnal:
 @final
 @dataclass(frozen=True)
 class AvailableCohort(Cohort):
-    """Draws a cohort by any sampler among the available clients.
+    """Draws the cohort from the available clients, by any sampler.
 
     If fewer clients are available than the sampler draws, all of them are in the round. If no client is
     available, the round is empty and the model does not change. If all are available, the draw is that of
-    the sampler. Nested in another one, a client must be available in both.
+    the sampler. If one AvailableCohort is the sampler of another, clients must be available in both.
 
     Args:
         sampler: sampler of the cohort.
@@ -155,8 +155,8 @@ class AvailableCohort(Cohort):
 
     @override
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        there = self._there(round_index, population, seed)
-        return self.sampler.candidates(round_index, there, seed)
+        available = self._available(round_index, population, seed)
+        return self.sampler.candidates(round_index, available, seed)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return distinct ids of available clients.
@@ -164,16 +164,16 @@ class AvailableCohort(Cohort):
         Raises:
             ConfigurationError: if the sampler draws clients that are not available.
         """
-        there = self._there(round_index, population, seed)
-        ids = self.sampler.sample(round_index, there, seed)
-        assert there.is_available is not None
-        if not there.is_available[ids].all():
+        available = self._available(round_index, population, seed)
+        ids = self.sampler.sample(round_index, available, seed)
+        assert available.is_available is not None
+        if not available.is_available[ids].all():
             raise ConfigurationError(
-                f"{type(self.sampler).__name__} draws clients that are not available: it must draw "
-                "from Population.available_ids to be used with AvailableCohort"
+                f"AvailableCohort: its sampler {type(self.sampler).__name__} draws clients that are not "
+                "available: it must draw from population.available_ids"
             )
         return ids
 
-    def _there(self, round_index: int, population: Population, seed: int) -> Population:
-        is_there = self.availability.available(round_index, population.num_clients, seed)
-        return population.restricted(is_there)
+    def _available(self, round_index: int, population: Population, seed: int) -> Population:
+        is_available = self.availability.available(round_index, population.num_clients, seed)
+        return population.restricted(is_available)

@@ -19,7 +19,7 @@ from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
-# A Poisson draw that is too small is repeated at most this often: the expected size is then too small.
+# A Poisson draw that is too small is repeated at most this often; after that many, min_size is out of reach.
 MAX_REDRAWS = 1000
 
 
@@ -42,7 +42,7 @@ _OF_FRESH_LOSSES = Traits(
 class Cohort(ABC):
     """Base of the cohort samplers: pure functions that draw the clients of a round.
 
-    ε of a private run is computed from the attributes below, `coin` and `redrawn_below`. A subclass
+    The ε of a private run depends on the attributes below, on `coin` and on `redrawn_below`. A subclass
     that overrides ``sample`` does not inherit them, and may define them again.
 
     Attributes:
@@ -69,10 +69,10 @@ class Cohort(ABC):
     has_fixed_size: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Reset the facts about the draw if a subclass overrides ``sample``."""
+        """Reset the attributes that describe the draw if a subclass overrides ``sample``."""
         super().__init_subclass__()
-        for name in _SAID_OF_THE_DRAW:
-            if _place(cls, "sample") < _place(cls, name):
+        for name in _OF_THE_DRAW:
+            if _position(cls, "sample") < _position(cls, name):
                 setattr(cls, name, vars(Cohort)[name])
 
     @property
@@ -82,15 +82,15 @@ class Cohort(ABC):
 
     @property
     def redrawn_below(self) -> int:
-        """Size below which a cohort is drawn again; 0 for never. Above 0, clients are not independent."""
+        """Size below which a cohort is drawn again; 0 for never. Above 0, draws of clients are not independent."""
         return 0
 
     @property
     def needs_fresh_losses(self) -> bool:
-        """True if losses on the current model are needed for the draw, see `candidates`.
+        """True if the draw needs the losses of the `candidates` on the current model.
 
-        The federation puts them into `Population.losses`, at the cost of a forward pass over the
-        candidates' training examples.
+        The federation writes these losses into `Population.losses`, at the cost of a forward pass over
+        the candidates' training examples.
         """
         return False
 
@@ -101,7 +101,7 @@ class Cohort(ABC):
 
     @property
     def loss_batches(self) -> int | None:
-        """Number of batches per client for its fresh loss; None for all."""
+        """Number of batches per client from which its loss on the current model is computed; None for all."""
         return None
 
     @abstractmethod
@@ -121,12 +121,12 @@ class Cohort(ABC):
         """
 
 
-_SAID_OF_THE_DRAW = ("coin", "redrawn_below", "is_uniform", "is_fixed_in_advance")
+_OF_THE_DRAW = ("coin", "redrawn_below", "is_uniform", "is_fixed_in_advance")
 
 
-def _place(cls: type, name: str) -> int:
-    """Position in the class's MRO of the class that defines a name."""
-    return next(place for place, parent in enumerate(cls.__mro__) if name in vars(parent))
+def _position(cls: type, name: str) -> int:
+    """Position in a class's MRO of the base that defines a name."""
+    return next(number for number, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 _FRACTION = (
@@ -194,7 +194,7 @@ class SizedCohort(Cohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class UniformCohort(SizedCohort):
-    """A fixed number of clients, uniformly at random without replacement.
+    """Draws a fixed number of clients, uniformly at random without replacement.
 
     Source: McMahan et al. 2017, Algorithm 1: m = max(C · K, 1).
 
@@ -215,21 +215,21 @@ class UniformCohort(SizedCohort):
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
-        there, size = population.num_available, self.size_among(population)
+        num_available, size = population.num_available, self.size_among(population)
         if is_secret(seed):
-            lots = uniform_stream(seed, "cohort", round_index, size=there)
+            lots = uniform_stream(seed, "cohort", round_index, size=num_available)
             drawn = np.sort(np.argsort(lots)[:size])
         else:
             generator = numpy_generator(seed, "cohort", round_index)
             # below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
-            drawn = np.sort(generator.choice(there, size, replace=False))
+            drawn = np.sort(generator.choice(num_available, size, replace=False))
         return drawn if population.is_available is None else population.available_ids[drawn]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PoissonCohort(Cohort):
-    """Each client is sampled independently with the same probability: the cohort's size varies.
+    """Samples each client independently with the same probability, so that the cohort's size varies.
 
     The usual privacy amplification theorems assume this sampling.
 
@@ -293,7 +293,7 @@ class PoissonCohort(Cohort):
 @final
 @dataclass(frozen=True)
 class AllClients(Cohort):
-    """All clients, in every round."""
+    """Selects all clients in every round."""
 
     is_uniform: ClassVar[bool] = True
     is_fixed_in_advance: ClassVar[bool] = True

@@ -100,7 +100,7 @@ class Population:
             known[list(seen)] = np.where(np.isfinite(values), values, np.nan)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the information about all clients that were sampled or have a loss, as tensors."""
+        """Return the information about every client that was sampled or has a known loss, as tensors."""
         known = np.flatnonzero((self.last_rounds != NEVER) | ~np.isnan(self.losses))
         columns = {name: getattr(self, name)[known] for name in _COLUMNS}
         return {"clients": torch.from_numpy(known)} | {
@@ -108,7 +108,7 @@ class Population:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace all information by that from `state_dict`."""
+        """Replace all information by that of a `state_dict`."""
         for name, unknown in _COLUMNS.items():
             column = getattr(self, name)
             column[:] = unknown

@@ -62,7 +62,7 @@ Losses = Literal["last_known", "fresh"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class BySizeCohort(SizedCohort):
-    """A fixed number of clients, drawn with probability proportional to their examples.
+    """Draws a fixed number of clients, with probability proportional to their number of examples.
 
     Args: those of `UniformCohort`.
 
@@ -80,7 +80,7 @@ class BySizeCohort(SizedCohort):
 
 @dataclass(frozen=True, kw_only=True)
 class LossCohort(SizedCohort):
-    """Base of cohorts drawn by loss: last known losses, or fresh losses of the `candidates`."""
+    """Base of cohorts drawn by loss, last known or fresh (of the `candidates`, on the current model)."""
 
     losses: Losses = "last_known"
     loss_batches: int | None = None
@@ -102,7 +102,7 @@ class LossCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ByLossCohort(LossCohort):
-    """A fixed number of clients, drawn with probability proportional to exp(loss / temperature).
+    """Draws a fixed number of clients, with probability proportional to exp(loss / temperature).
 
     The size options are those of `UniformCohort`.
 
@@ -139,7 +139,7 @@ class ByLossCohort(LossCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerOfChoiceCohort(LossCohort):
-    """The m clients with the highest loss among d candidates drawn by size; ties at random.
+    """Draws d candidates by size, and of these selects the m with the highest loss; ties at random.
 
     An unknown loss counts as the highest. With d = m it draws the same clients as `BySizeCohort`. The size
     options are those of `UniformCohort`.
@@ -202,7 +202,7 @@ def _draw_by_size(size: int, round_index: int, population: Population, seed: int
 
 
 def weighted_draw(log_weights: Numbers, size: int, generator: np.random.Generator) -> ClientIds:
-    """Draw distinct positions by weight, increasing.
+    """Draw distinct positions, with probability proportional to their weights; return them in increasing order.
 
     Args:
         log_weights: logarithms of the weights, shape (n,); -inf for weight 0. Positions of weight 0 are
@@ -239,9 +239,7 @@ def log_of(weights: npt.NDArray[np.generic]) -> Numbers:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RoundRobinCohort(SizedCohort):
-    """A fixed number of clients, one after the other in the order of their ids.
-
-    Clients that are not available are skipped.
+    """Selects a fixed number of clients per round, in turn by id; unavailable clients are skipped.
 
     Args: those of `UniformCohort`.
 
@@ -265,7 +263,7 @@ class RoundRobinCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class LeastRecentCohort(SizedCohort):
-    """A fixed number of clients: those whose last round is longest ago, ties at random.
+    """Selects a fixed number of clients: those sampled longest ago; ties at random.
 
     If all n clients are available, each is sampled again after at most ⌈n / m⌉ rounds.
 
@@ -293,7 +291,7 @@ class LeastRecentCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class OortCohort(SizedCohort):
-    """A fixed number of clients: some of high utility, and some that were never sampled.
+    """Draws some clients of high utility (high loss, short duration), and some that were never sampled.
 
     The size options are those of `UniformCohort`.
 
@@ -357,7 +355,7 @@ class OortCohort(SizedCohort):
         return np.sort(np.concatenate([exploited, explored]))
 
     def utilities(self, round_index: int, population: Population, clients: ClientIds) -> Numbers:
-        """Utility of each client, ≥ 0, in the given order; all must have been sampled before."""
+        """Utility of each of the given clients, ≥ 0; all of them must have been sampled before."""
         if not len(clients):
             return np.empty(0)
         losses = np.nan_to_num(population.losses[clients])  # a failed client has no loss

@@ -23,6 +23,7 @@ from fl_lightning.data.partitions.partition import (
     Partition,
     check_concentration,
     check_sizes,
+    check_smallest,
     deal,
     even_sizes,
 )
@@ -64,18 +65,16 @@ class DirichletPerClass(Partition):
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         rng = numpy_generator(seed, "partition", num_clients)
+        check_smallest(self.min_examples, num_clients, len(labels))
         tries = max(20, min(MAX_REDRAWS, MAX_DRAWN_SHARES // (num_clients * len(class_sizes))))
-        if self.min_examples * num_clients > len(labels):
-            tries = 0
         for _ in range(tries):
             counts = self._draw(class_sizes, num_clients, rng)
             if counts.sum(axis=1).min() >= self.min_examples:
                 return deal(counts, classes, rng)
         raise ConfigurationError(
-            f"min_examples must be reachable: in {tries} draws with alpha={self.alpha} some of "
-            f"the {num_clients} clients always had fewer than {self.min_examples} of the "
-            f"{len(labels)} examples. Raise alpha, lower min_examples or num_clients, or use "
-            "DirichletPerClient, whose clients are equally large"
+            f"min_examples: in each of {tries} draws with alpha={self.alpha}, one of the {num_clients} "
+            f"clients had fewer than {self.min_examples} of the {len(labels)} examples. Raise alpha, lower "
+            "min_examples or num_clients, or use DirichletPerClient, whose clients are equally large"
         )
 
     def _draw(
@@ -90,9 +89,9 @@ class DirichletPerClass(Partition):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DirichletPerClient(Partition):
-    """Every client draws its own mix of classes from Dir(alpha · prior); sizes within one.
+    """Every client draws its own mix of classes from Dir(alpha · prior); all are equally large.
 
-    One client after the other draws its examples without replacement; if a class is exhausted, the
+    Sizes differ by at most one. One client after the other draws its examples without replacement; if a class is exhausted, the
     client's mix is renormalised over the others. So the last clients get the remaining examples.
 
     Args:
@@ -127,7 +126,9 @@ class DirichletPerClient(Partition):
 def _draw_client(
     concentration: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw a mix of classes, then ``size`` examples one by one; an exhausted class leaves the mix.
+    """Number of examples of each class that a client draws from those that are left, shape (num_classes,).
+
+    It draws a mix of classes, then ``size`` examples one by one. An exhausted class leaves the mix.
 
     The examples are drawn together: those beyond a class's remainder are dropped and drawn again from
     the other classes. This has the same distribution, with one repetition per exhausted class.

@@ -1,4 +1,4 @@
-"""Partitions by label: `LabelShards`, with a fixed number of classes per client, and McMahan's.
+"""Partitions that give a client few classes: `LabelShards`, a fixed number of them, and `McMahanShards`.
 
 `LabelShards`: every client has exactly Nc classes, all clients are equally large, all examples are
 used. The idea that a client sees only two digits is from McMahan et al. 2017 (1602.05629), section 3;
@@ -52,7 +52,7 @@ MAX_GRAPHS = 16  # nearly always the first or second allows equal sizes
 @final
 @dataclass(frozen=True, kw_only=True)
 class LabelShards(Partition):
-    """Every client holds exactly ``classes_per_client`` classes, and all are equally large.
+    """Every client has exactly ``classes_per_client`` classes; all clients are equally large.
 
     The number of clients of a class is proportional to its size; a random bipartite graph assigns
     them. Sizes differ by at most one if one of the drawn graphs allows it. Otherwise (one class per
@@ -94,7 +94,7 @@ class LabelShards(Partition):
             raise ConfigurationError(
                 f"num_clients * classes_per_client must be at least the number of classes, "
                 f"{num_classes}, got {num_clients} * {wanted}: some class would have no client. "
-                "Raise either"
+                "Raise one of them"
             )
         room = int(np.minimum(class_sizes, num_clients).sum())
         if num_clients * wanted > room:
@@ -108,7 +108,7 @@ class LabelShards(Partition):
 def _most_even(
     class_sizes: np.ndarray, slots: np.ndarray, num_clients: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Number of examples of each class at each client, for the draw of classes that makes the sizes most even."""
+    """Draw classes for each client several times; return the most even counts, (num_clients, num_classes)."""
     found = []
     for _ in range(MAX_GRAPHS if slots.sum() > num_clients else 1):  # one class each: all alike
         counts = even_counts(draw_holders(slots, num_clients, rng), class_sizes)
@@ -124,7 +124,7 @@ def class_slots(
     """Number of clients of each class, proportional to its size, in [1, num_clients].
 
     Adams' divisor rule: the next slot goes to the class with the most examples per slot so far,
-    which minimises the largest client if clients have one class. No class has more slots than
+    which minimises the largest client if clients have one class. No class gets more slots than it has
     examples.
 
     Example:
@@ -214,7 +214,7 @@ def size_excess(counts: np.ndarray) -> int:
 
 
 def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
-    """Matrix whose column j has a 1 in each of the rows ``rows_of_columns[:][j]``."""
+    """Sparse matrix whose column j has a 1 in the rows ``rows[j] for rows in rows_of_columns``."""
     num_columns = len(rows_of_columns[0])
     rows = np.concatenate(rows_of_columns)
     columns = np.tile(np.arange(num_columns), len(rows_of_columns))
@@ -224,9 +224,9 @@ def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
 @final
 @dataclass(frozen=True, kw_only=True)
 class McMahanShards(Partition):
-    """Sort the examples by label, cut them into equal pieces, distribute the pieces at random.
+    """Gives every client some pieces of the examples sorted by label (McMahan et al.).
 
-    A client has few classes, but no fixed number: a piece may contain two classes, and two pieces may
+    The sorted examples are cut into equal pieces, which are distributed at random. A client has few classes, but no fixed number: a piece may contain two classes, and two pieces may
     have the same class. `LabelShards` fixes the number.
 
     Args:
@@ -251,7 +251,7 @@ class McMahanShards(Partition):
         if num_pieces > num_examples:
             raise ConfigurationError(
                 f"num_clients * shards_per_client must be at most the number of examples, "
-                f"{num_examples}, got {num_clients} * {self.shards_per_client}: lower either"
+                f"{num_examples}, got {num_clients} * {self.shards_per_client}: lower one of them"
             )
         rng = numpy_generator(seed, "partition", num_clients)
         shuffled = rng.permutation(num_examples)

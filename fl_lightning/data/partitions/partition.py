@@ -1,4 +1,4 @@
-"""Partitions: protocol, IID, natural, and by unequal sizes; and the stratified split.
+"""Partitions: the protocol, those that ignore classes, and the split that holds out examples of every class.
 
     assign(labels, num_clients, seed) -> [indices of client 0, indices of client 1, …]
 
@@ -44,7 +44,7 @@ from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import Column, name_of
 from fl_lightning.data.shards import FlatShards
 
-MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any visible effect
+MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # of floating point; far beyond any visible effect
 
 
 class Partition(Protocol):
@@ -121,7 +121,7 @@ class NaturalPartition(Partition):
 
     def __post_init__(self) -> None:
         if isinstance(self.attribute, str) and not self.attribute:
-            raise ConfigurationError("attribute must name a column of the data, got an empty name")
+            raise ConfigurationError("attribute must name a column of the data, got an empty text")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the positions of the examples of each client; ``labels`` are the values of the attribute."""
@@ -163,12 +163,21 @@ examples, 3, got 5: more clients than examples. Lower num_clients or use more da
         )
 
 
+def check_smallest(min_examples: int, num_clients: int, total: int) -> None:
+    """Raise ConfigurationError if there are too few examples for ``min_examples`` of each client."""
+    if min_examples * num_clients > total:
+        raise ConfigurationError(
+            f"min_examples must be at most {total // num_clients} ({total} examples over "
+            f"{num_clients} clients), got {min_examples}: lower it or num_clients"
+        )
+
+
 def check_concentration(alpha: float) -> None:
-    """Raise ConfigurationError if ``alpha`` is no concentration of a Dirichlet distribution."""
+    """Raise ConfigurationError if ``alpha``, of a Dirichlet distribution, is too small or too large."""
     if not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise ConfigurationError(
-            f"alpha must be in [{MIN_ALPHA:g}, {MAX_ALPHA:g}], got {alpha}: small is skewed, large is even; "
-            "for no skew at all use the partition IID"
+            f"alpha must be in [{MIN_ALPHA:g}, {MAX_ALPHA:g}], got {alpha}: a small alpha makes clients differ, a "
+            "large one makes them alike. For clients that are alike, use the partition IID"
         )
 
 
@@ -205,7 +214,7 @@ def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> F
 
 
 def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarray:
-    """Sizes within one of each other that sum to ``total``; the larger ones are drawn at random.
+    """Sizes of equal parts of ``total``, within one of each other; which are larger is drawn at random.
 
     Example:
         >>> sorted(even_sizes(7, 3, np.random.default_rng(0)).tolist())
@@ -249,7 +258,7 @@ def _rounded(exact: np.ndarray, total: int) -> np.ndarray:
 @final
 @dataclass(frozen=True, kw_only=True)
 class DirichletSizes(Partition):
-    """Sizes drawn from a symmetric Dirichlet distribution, examples IID.
+    """Clients of unequal sizes, drawn from a symmetric Dirichlet distribution; examples at random.
 
     Args:
         alpha: concentration, > 0: at 1e6 sizes are nearly equal, at 0.1 few clients have most examples.
@@ -281,7 +290,7 @@ class DirichletSizes(Partition):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerLawSizes(Partition):
-    """Sizes that decrease as a power of the client's random rank, examples IID.
+    """Clients whose sizes fall as a power of their rank, drawn at random; examples at random.
 
     Args:
         exponent: exponent ≥ 0: 0 gives equal sizes, 1 makes the second client half as large as the
@@ -314,7 +323,7 @@ class PowerLawSizes(Partition):
 
 
 def proportional_sizes(shares: np.ndarray, total: int, min_examples: int) -> np.ndarray:
-    """Integer sizes ≥ ``min_examples`` in proportion to ``shares`` that sum to ``total``.
+    """Sizes of clients in proportion to ``shares``: integers ≥ ``min_examples`` that sum to ``total``.
 
     Args:
         shares: shape (num_clients,), ≥ 0, any positive sum.
@@ -322,17 +331,13 @@ def proportional_sizes(shares: np.ndarray, total: int, min_examples: int) -> np.
         min_examples: smallest size of a client.
 
     Raises:
-        ConfigurationError: if ``total`` is too small for that minimum.
+        ConfigurationError: if ``total`` is too small for ``min_examples`` of each client.
 
     Example:
         >>> proportional_sizes(np.array([6.0, 3.0, 0.0]), 10, min_examples=1)
         array([6, 3, 1])
     """
-    if min_examples * len(shares) > total:
-        raise ConfigurationError(
-            f"min_examples must be at most {total // len(shares)} ({total} examples over "
-            f"{len(shares)} clients), got {min_examples}: lower it or num_clients"
-        )
+    check_smallest(min_examples, len(shares), total)
     lifted = np.zeros(len(shares), dtype=bool)
     while True:  # ends, because each iteration lifts at least one more client
         rest = total - min_examples * lifted.sum()

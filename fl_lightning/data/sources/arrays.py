@@ -1,4 +1,4 @@
-"""Data source of NumPy arrays and tensors, given in Python or in one .npz file."""
+"""Data source of NumPy arrays and tensors, given in Python or as names in one .npz file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_lightning.data.sources.source import Loaded, Source
 
 @final
 class Arrays(Source):
-    """Inputs and targets, one row per example.
+    """Inputs and targets in arrays, one row per example.
 
     Floating-point inputs are converted to float32. Targets that are strings become class numbers.
     Targets with several numbers per row, e.g. masks of a segmentation, are unchanged.
@@ -67,7 +67,7 @@ class Arrays(Source):
             rows = np.shape(found[name])[:1]
             if found[name] is not None and rows != (len(inputs),):
                 raise ConfigurationError(
-                    f"Arrays: {name} must have one row for each of {len(inputs)} inputs, got "
+                    f"Arrays: {name} must have {len(inputs)} rows, one per row of inputs, got "
                     f"{rows[0] if rows else 'a single value'}"
                 )
         values = column_of(found["targets"])
@@ -88,8 +88,8 @@ def _found(file: str | None, option: str, value: Any) -> Any:
         return value
     if file is None:
         raise ConfigurationError(
-            f"Arrays: {option} is the name {value!r}, and there is no file: set file to a .npz, or give "
-            "the array"
+            f"Arrays: {option} is the name {value!r}, but no file is given: set file to an .npz file, or give "
+            "the array itself"
         )
     if not Path(file).is_file():
         raise ConfigurationError(f"Arrays: there is no file {file!r}")
@@ -97,7 +97,7 @@ def _found(file: str | None, option: str, value: Any) -> Any:
         with Path(file).open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
             if value not in stored.files:
                 raise ConfigurationError(
-                    f"Arrays: {file} has no array {value!r} for {option}: there are "
+                    f"Arrays: {file} has no array {value!r} for {option}: its arrays are "
                     f"{', '.join(map(repr, stored.files))}"
                 )
             return stored[value]
@@ -105,5 +105,5 @@ def _found(file: str | None, option: str, value: Any) -> Any:
         raise
     except Exception as error:  # of zip, zlib, tokenizer, NumPy, memory: a header may say anything
         raise ConfigurationError(
-            f"Arrays: {file} is no .npz of plain arrays ({error}): write it with numpy.savez"
+            f"Arrays: {file} is no .npz file of plain arrays ({error}): write it with numpy.savez"
         ) from error

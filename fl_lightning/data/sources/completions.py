@@ -1,4 +1,4 @@
-"""Data source of texts to generate: prompts with completions, or conversations, as tokens with labels.
+"""Data source for training language models: prompts with completions, or conversations.
 
     prompt, completion     prompt's tokens | completion's tokens, end of text       labels on the right part
     messages               the tokenizer's chat template, message by message        labels on the assistant's
@@ -31,9 +31,9 @@ Pieces = list[tuple[str, bool]]  # (text, True if its tokens are labels)
 
 
 class Completions(DatasetSource):
-    """Texts to generate, for `fl_lightning.models.CausalLM`; all columns can be used for partitions.
+    """Prompts with completions, or conversations, as tokens for `fl_lightning.models.CausalLM`.
 
-    A further column, ``answer_tokens``, is the number of tokens of each example that the loss counts.
+    All columns can be used for partitions. A further column, ``answer_tokens``, is the number of tokens of each example that the loss counts.
 
     Args:
         dataset: see `DatasetSource`.
@@ -99,7 +99,9 @@ class Completions(DatasetSource):
         for number, values in enumerate(zip(*texts, strict=True)):
             try:
                 pieces = write(tokenizer, *values)
-            except (TypeError, ValueError, KeyError) as error:
+            except (
+                Exception
+            ) as error:  # of the template, which may refuse an order of roles, or the tokenizer
                 raise self._error(
                     f"column {', '.join(self._texts)}, example {number}: {error}"
                 ) from error
@@ -107,13 +109,13 @@ class Completions(DatasetSource):
         kept = [place for place, (_, labels) in enumerate(examples) if (labels != _IGNORED).any()]
         if len(kept) < len(examples):
             rank_zero_warn(
-                f"Completions: {len(examples) - len(kept)} of {len(examples)} examples are left out: their "
-                f"first {self._max_length} tokens (max_length) contain none that the loss counts"
+                f"Completions: {len(examples) - len(kept)} of {len(examples)} examples are left out, because "
+                f"the loss counts none of their first {self._max_length} tokens (max_length)"
             )
         padding = (
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         )
-        # a text is no label of its example, whatever its column is called
+        # a column of texts is no label, even if it has the name of one
         names = [n for n in split.column_names if n not in LABEL_NAMES or n not in self._texts]
         columns: dict[str, Any] = {name: partial(column, split, name) for name in names}
         columns[ANSWER_TOKENS] = [int((labels != _IGNORED).sum()) for _, labels in examples]
@@ -124,9 +126,11 @@ class Completions(DatasetSource):
 def _completion(tokenizer: Any, prompt: Any, completion: Any) -> Pieces:
     for text in (prompt, completion):
         if not isinstance(text, str):
-            raise TypeError(f"a text is expected, got {text!r}")
+            raise TypeError(f"it must be a text, got {text!r}")
     if tokenizer.eos_token is None:
-        raise ValueError("the tokenizer has no eos_token, which ends a completion: set one")
+        raise ValueError(
+            "the tokenizer has no eos_token, which ends a completion: set tokenizer.eos_token"
+        )
     return [
         (f"{tokenizer.bos_token or ''}{prompt}", False),
         (completion + tokenizer.eos_token, True),
@@ -134,24 +138,28 @@ def _completion(tokenizer: Any, prompt: Any, completion: Any) -> Pieces:
 
 
 def _conversation(tokenizer: Any, messages: Any) -> Pieces:
-    """Apply the chat template to a conversation, turn by turn.
+    """Apply the chat template to a conversation, and split its text at the assistant's messages.
 
     Raises:
-        ValueError: if there is no chat template, or later messages change its text for earlier ones, so
-            that the assistant's messages cannot be found in the text.
+        TypeError: if a message has no role or content.
+        ValueError: if there is no chat template, or if the template changes the text of a message when
+            more messages follow.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
-            "the tokenizer has no chat template: take that of a chat model, set tokenizer.chat_template, or "
-            "give the columns prompt and completion"
+            "the tokenizer has no chat template: use the tokenizer of a chat model, set "
+            "tokenizer.chat_template, or give the columns prompt and completion"
         )
+    for message in messages:
+        if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
+            raise TypeError(f"a message must have a role and a content, got {message!r}")
     pieces: Pieces = []
     written = ""
     for before, after in _turns(tokenizer, messages):
         if not (before.startswith(written) and after.startswith(before)):
             raise ValueError(
                 "the chat template changes the text of earlier messages when more follow, so that the "
-                "assistant's messages cannot be found in it: give prompt and completion"
+                "assistant's messages cannot be found in the text: give prompt and completion instead"
             )
         pieces += [(before[len(written) :], False), (after[len(before) :], True)]
         written = after
@@ -159,7 +167,7 @@ def _conversation(tokenizer: Any, messages: Any) -> Pieces:
 
 
 def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the text before and after each of the assistant's messages, up to the last one."""
+    """Yield the text up to each of the assistant's messages, without and with the message."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -171,7 +179,7 @@ def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Iterator[tu
 def _encoded(
     tokenizer: Any, pieces: Pieces, max_length: int, mask_prompts: bool
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of an example, int32 of shape (L,).
+    """Return the tokens and the labels of an example, both int32 of shape (L,).
 
     Each piece is tokenized separately, so that a prompt has the same tokens as in generation.
     """
@@ -193,7 +201,7 @@ class TokenRows(StoredRows):
     Args:
         examples: tokens and labels of each example, int32 of shape (L,).
         columns: see `StoredRows`.
-        padding: token that pads the rows of a batch.
+        padding: token id that pads the rows of a batch to one length.
         packing: whether a batch is one row without padding.
 
     Example:

@@ -1,4 +1,4 @@
-"""Data sources of Hugging Face data sets: texts, images and columns of numbers as tensors."""
+"""Data sources that read data sets of Hugging Face: texts, images and columns of numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DatasetSource(Source, ABC):
         train: the split to divide among the clients.
         val: the split for validation. None uses the split called validation if there is one, or else
             holds out ``val_fraction`` of the training examples.
-        test: the same for the test.
+        test: the split for the test; None as for ``val``, with ``test_fraction``.
         options: those of `Source`.
     """
 
@@ -64,7 +64,7 @@ class DatasetSource(Source, ABC):
             self._read()
 
     def splits(self, columns: Sequence[str]) -> dict[str, Any]:
-        """Return the available splits by purpose: train, and val and test if there are any.
+        """Return the splits by purpose: ``train``, and ``val`` and ``test`` if there are such splits.
 
         Args:
             columns: columns that every split must have.
@@ -82,7 +82,7 @@ class DatasetSource(Source, ABC):
             if absent:
                 there = ", ".join(map(repr, split.column_names))
                 raise self._error(
-                    f"there is no column {', '.join(map(repr, absent))}: there are {there}"
+                    f"there is no column {', '.join(map(repr, absent))}: the columns are {there}"
                 )
         return splits
 
@@ -123,7 +123,7 @@ class DatasetSource(Source, ABC):
             return dataset
         if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
             if self._max_examples is None:
-                raise self._error("a data set that streams has no length: set max_examples")
+                raise self._error("an iterable data set has no length: set max_examples")
             return dataset
         if not isinstance(dataset, str):
             raise self._error(
@@ -133,7 +133,7 @@ class DatasetSource(Source, ABC):
         return self._loaded(datasets, dataset)
 
     def _loaded(self, datasets: Any, dataset: str) -> Any:
-        """Load a data set by its folder, file or name on the hub."""
+        """Load the data set with this folder, file or name on the hub."""
         streams = self._max_examples is not None
         kind = FILES.get(Path(dataset).suffix)
         if kind is not None and not Path(dataset).is_file():
@@ -146,7 +146,7 @@ class DatasetSource(Source, ABC):
             return datasets.load_dataset(dataset, self._name, streaming=streams)
         except (OSError, ValueError, RuntimeError) as error:  # OSError: no network
             raise self._error(
-                f"{dataset!r} is no folder of save_to_disk, and cannot be loaded from the hub: {error}"
+                f"{dataset!r} could be loaded neither from the disk nor from the hub: {error}"
             ) from error
 
     def _first(self, split: Any) -> Any:
@@ -165,7 +165,7 @@ class DatasetSource(Source, ABC):
             given, usual = self._wanted[purpose], NAMES.get(purpose)
             if given is not None and given not in found:
                 raise self._error(
-                    f"{purpose} is the split {given!r}: there are {', '.join(map(repr, found))}"
+                    f"{purpose}: there is no split {given!r}: the splits are {', '.join(map(repr, found))}"
                 )
             if given is not None:
                 chosen[purpose] = given
@@ -188,10 +188,10 @@ AT_ONCE = 1000  # texts tokenized at a time
 class HuggingFace(DatasetSource):
     """A ``datasets.Dataset``, read into memory; all columns can be used for natural partitions.
 
-    - ``text`` and a tokenizer make batches that are dicts, for models of ``transformers``:
+    - With ``text`` and a tokenizer, batches are dicts, for models of ``transformers``:
       ``model(**batch).loss``. The target is ``labels``. All texts are padded to the longest.
-    - ``image`` makes pairs of images (B, C, H, W) in [0, 1] and targets (B,).
-    - ``inputs`` makes pairs of numbers (B, F) in float32 and targets (B,).
+    - With ``image``, batches are pairs of images (B, C, H, W) in [0, 1] and targets (B,).
+    - With ``inputs``, batches are pairs of numbers (B, F) in float32 and targets (B,).
 
     Args:
         dataset: see `DatasetSource`.
@@ -237,7 +237,7 @@ class HuggingFace(DatasetSource):
         seen = [part for part in (self._text, self._image, self._inputs) if part is not None]
         texts, images, size = self._text, self._image is not None, self._image_size
         broken = {
-            "set one of text, image and inputs to what the model sees": len(seen) != 1,
+            "set exactly one of text, image and inputs, to the model's input": len(seen) != 1,
             f"text must be one column, or two for pairs, got {texts}": texts is not None
             and not 1 <= len(texts) <= 2,
             f"max_length must be at least 1 token, got {self._max_length}": texts is not None
@@ -262,13 +262,13 @@ class HuggingFace(DatasetSource):
     def _targets(self, train: Any) -> tuple[Targets, tuple[str, ...]]:
         option = f"HuggingFace: column {self._label!r}"
         names = getattr(train.features[self._label], "names", None)
-        if names is not None:  # a ClassLabel
+        if names is not None and self._target_type != "number":  # a ClassLabel
             return Targets(option, np.arange(len(names))), tuple(names)
         values = column_of(column(train, self._label))
         if values.ndim != 1:
             raise ConfigurationError(
-                f"{option}: a target must be one value an example, got values of shape "
-                f"{values.shape[1:]}: read the data set yourself and use Arrays"
+                f"{option}: a target must be one value per example, got values of shape "
+                f"{values.shape[1:]}: load the data set in Python and use Arrays"
             )
         kind = Targets.of(values, self._target_type, option)
         return kind, kind.class_names
@@ -287,7 +287,7 @@ class HuggingFace(DatasetSource):
         """Return the tokenizer's outputs by name, each of shape (N, length)."""
         if getattr(self.tokenizer, "pad_token", "") is None:
             raise self._error(
-                "the tokenizer has no pad_token, which fills texts up to one length: set "
+                "the tokenizer has no pad_token, which pads texts to one length: set "
                 "tokenizer.pad_token = tokenizer.eos_token and give the tokenizer itself"
             )
         pieces: dict[str, list[Tensor]] = {}
@@ -326,7 +326,7 @@ class HuggingFace(DatasetSource):
     def _pixels(self, image: Any) -> Tensor:
         if not hasattr(image, "convert"):
             raise self._error(
-                f"column {self._image!r} holds no images, but {type(image).__name__}: "
+                f"column {self._image!r} must have images, got {type(image).__name__}: "
                 "cast it with dataset.cast_column(…, datasets.Image())"
             )
         if image.mode.startswith(("I", "F")):  # Pillow would clip larger numbers to 255
@@ -348,11 +348,11 @@ class HuggingFace(DatasetSource):
                 values = column_of(plain[name][:]).astype(np.float32)
             except (TypeError, ValueError) as error:
                 raise self._error(
-                    f"column {name!r} must hold a number, or as many numbers each time: {error}"
+                    f"column {name!r} must have one number per example, or equally many: {error}"
                 ) from error
             if not np.isfinite(values).all():
                 raise self._error(
-                    f"column {name!r} has examples without a finite number: filter them out"
+                    f"column {name!r} has examples without a finite number: filter these examples out"
                 )
             parts.append(values.reshape(len(values), -1))
         return torch.from_numpy(np.concatenate(parts, axis=1))

@@ -1,4 +1,4 @@
-"""Data source of image files: a folder with one folder per class.
+"""Data source of image files, in one folder per class.
 
     root/train/<class>/*.jpg      root/test/<class>/*.jpg
 
@@ -64,7 +64,7 @@ class ImageFolder(ImageSource):
         Traceback (most recent call last):
         ...
         fl_lightning.core.errors.ConfigurationError: root: there is no folder nowhere/train. \
-Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for each class
+Images must be at nowhere/train/<class>/<name>.jpg, with one folder for each class
     """
 
     def __init__(
@@ -116,8 +116,8 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
         missing, unknown = sorted(set(class_names) - found), sorted(found - set(class_names))
         if missing or unknown:
             raise ConfigurationError(
-                f"root: {folder} must have the classes of the training images; missing: {missing}, "
-                f"not among them: {unknown}. Add or remove these folders"
+                f"root: {folder} must have the classes of the training images: add the folders {missing}, "
+                f"remove the folders {unknown}"
             )
         paths, targets = [], []
         for target, class_name in enumerate(class_names):
@@ -140,8 +140,7 @@ def _class_names(folder: Path) -> tuple[str, ...]:
     if not names:
         problem = f"{folder} has no folders in it" if found else f"there is no folder {folder}"
         raise ConfigurationError(
-            f"root: {problem}. Expected are images as {folder}/<class>/<name>.jpg, "
-            "with one folder for each class"
+            f"root: {problem}. Images must be at {folder}/<class>/<name>.jpg, with one folder for each class"
         )
     return tuple(names)
 
@@ -151,8 +150,8 @@ def _image_paths(folder: Path) -> list[Path]:
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
     if not paths:
         raise ConfigurationError(
-            f"root: {folder} holds no image; add some or remove the folder. "
-            f"Extensions read: {', '.join(sorted(EXTENSIONS))}"
+            f"root: {folder} has no image: add images or remove the folder. "
+            f"Extensions of images are {', '.join(sorted(EXTENSIONS))}"
         )
     return paths
 

@@ -1,6 +1,7 @@
-"""Sources of images: training images are augmented, those for validation and test are not.
+"""Base of image sources, and data sets of images with a pixel pipeline.
 
-A batch, `gather(indices)`, is one read of stored bytes and one pass of the pixel pipeline.
+Training images may be augmented; those for validation and test are not. A batch, `gather(indices)`, is one
+read of stored bytes and one pass of the pixel pipeline.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ MOST_PIXELS = 16_384  # of a side
 
 
 class ImageSource(Source, ABC):
-    """Base of all image sources.
+    """Base of all image sources: options for size, classes and augmentation.
 
     Args:
         augment: whether training images are cropped and flipped at random, as suits the set.
         image_size: height and width of the model's inputs, in pixels; None for the stored size.
         classes: numbers of the classes whose images are kept, in all three sets; None keeps all.
-            Labels and the held-out images of a class do not change, so that models of different classes
-            fit together.
+            Labels and the held-out images of a class do not depend on it, so that models trained on
+            different classes can be combined.
         batch_size: examples per batch; the last batch of a pass may be smaller.
         options: those of `Source`.
 
@@ -58,12 +59,12 @@ class ImageSource(Source, ABC):
         if size is not None and not 1 <= size <= MOST_PIXELS:
             yield f"image_size must be from 1 to {MOST_PIXELS} pixels, got {size}: null is off"
         if classes is not None and (not classes or len(set(classes)) < len(classes)):
-            yield f"classes must be different numbers, at least one, got {list(classes)}"
+            yield f"classes must be at least one number, all different, got {list(classes)}"
 
     def finished(self, examples: ImageRows, *, trains: bool) -> ImageRows:
         """Keep the images of the chosen `classes`, resized; only training images are augmented.
 
-        Classes are selected after the split, which so does not depend on them.
+        Classes are selected after the split, so that the split does not depend on them.
         """
         classes = range(self.num_classes) if self.classes is None else self.classes
         if unknown := sorted(set(classes) - set(range(self.num_classes))):
@@ -127,7 +128,7 @@ class ImageRows(StoredRows):
 
 @final
 class ImageTensors(ImageRows):
-    """Images in memory, as bytes.
+    """Labelled images in memory, as bytes, with a pixel pipeline.
 
     Args:
         images: uint8, shape (N, C, H, W). 60,000 CIFAR images take 184 MB.
@@ -157,12 +158,12 @@ class ImageTensors(ImageRows):
             )
         if targets.shape != images.shape[:1]:
             raise ConfigurationError(
-                f"targets must have shape ({len(images)},), one class an image, "
+                f"targets must have shape ({len(images)},), one class per image, "
                 f"got {tuple(targets.shape)}"
             )
         if len(pipeline.mean) != images.shape[1]:
             raise ConfigurationError(
                 f"mean and std of the pipeline have {len(pipeline.mean)} channels, the images "
-                f"{images.shape[1]}: give one number a channel"
+                f"{images.shape[1]}: give one number per channel"
             )
         super().__init__(partial(torch.index_select, images, 0), targets, pipeline)

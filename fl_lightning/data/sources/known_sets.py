@@ -1,6 +1,6 @@
-"""Well-known data sets: digits and iris of scikit-learn, and CIFAR, MNIST and others that torchvision reads.
+"""Data sources of well-known sets: digits and iris of scikit-learn, CIFAR, MNIST and others of torchvision.
 
-Those of scikit-learn need no download. torchvision finds, checks, downloads and parses files; the images
+The sets of scikit-learn need no download. torchvision finds, checks, downloads and parses files; the images
 then live in memory as bytes. Means and standard deviations are those of the training pixels in [0, 1].
 
 Sources: Alpaydin and Kaynak 1998, *Optical recognition of handwritten digits*, UCI Machine Learning
@@ -32,7 +32,7 @@ from fl_lightning.data.transforms import PixelPipeline
 
 @final
 class Digits(ImageSource):
-    """The 1,797 digits of scikit-learn: 8x8 pixels, 16 grey levels, 10 classes.
+    """The 1,797 handwritten digits of scikit-learn: 8x8 pixels, 16 grey levels, 10 classes.
 
     A fifth is the test set, `val_fraction` of the rest the validation set, of every class equally and
     drawn by `seed`.
@@ -73,7 +73,7 @@ class Iris(Source):
 
     Args:
         batch_size: flowers per batch.
-        val_fraction: fraction held out for validation, in [0, 1), of what is not for the test.
+        val_fraction: fraction for validation, in [0, 1), of the flowers that are not for the test.
         options: those of `Source`.
 
     Example:
@@ -95,7 +95,7 @@ class Iris(Source):
 
 
 def _table(file: str, *, skiprows: int = 0) -> Tensor:
-    """Read a table of scikit-learn from its file, because importing scikit-learn takes a second."""
+    """Read a file of scikit-learn's package as a table, without importing scikit-learn, which takes a second."""
     scikit_learn = find_spec("sklearn")
     assert scikit_learn is not None  # a dependency of this package
     assert scikit_learn.origin is not None
@@ -156,9 +156,8 @@ class TorchvisionSource(ImageSource, ABC):
         except (RuntimeError, OSError) as error:  # OSError: no network, no right to write
             failed = "could not be downloaded" if download else "are missing or damaged"
             raise ConfigurationError(
-                f"{name}: the files under root={self.root!r} {failed}. Set download: true of this "
-                "source (--data...download true) if there is a network, or put there "
-                f"{self.files}. torchvision says: {error}"
+                f"{name}: the files under root={self.root!r} {failed}. Set this source's option "
+                f"download: true if there is a network, or put there {self.files}. torchvision says: {error}"
             ) from error
 
 
@@ -174,7 +173,7 @@ class CIFAR10(TorchvisionSource):
         Traceback (most recent call last):
         ...
         fl_lightning.core.errors.ConfigurationError: CIFAR10: the files under root='nowhere' are \
-missing or damaged. Set download: true ...
+missing or damaged. Set this source's option download: true ...
     """
 
     files: ClassVar = "the folder cifar-10-batches-py, unpacked from cifar-10-python.tar.gz"
@@ -243,7 +242,7 @@ class EMNIST(TorchvisionSource):
 
     Args:
         root: folder of the files.
-        split: which of torchvision's: ``balanced`` (131,600 images in 47 classes), ``byclass`` (814,255 in
+        split: selection of images: ``balanced`` (131,600 images in 47 classes), ``byclass`` (814,255 in
             62), ``bymerge`` (814,255 in 47), ``letters`` (145,600; its 26 classes are 1 to 26), ``digits``
             (280,000) or ``mnist`` (70,000).
         options: those of `TorchvisionSource`.
@@ -280,7 +279,7 @@ _CHARACTERS = tuple(string.digits + string.ascii_uppercase + string.ascii_lowerc
 
 @final
 class FEMNIST(Source):
-    """Handwritten characters of 28x28 pixels by writer, from the files that LEAF's scripts write.
+    """Handwritten characters of 28x28 pixels with their writers, from the files of LEAF's scripts.
 
     A batch is images (B, 1, 28, 28) in [0, 1] (ink is 0, paper 1) and the class, 0 to 61: digits, then
     upper case, then lower case. ``NaturalPartition("writers")`` makes each writer a client. Writers of the
@@ -307,7 +306,7 @@ class FEMNIST(Source):
         )
         if train is None:
             raise ConfigurationError(
-                f"FEMNIST: there is no {self.root}/train/*.json: write them with LEAF's "
+                f"FEMNIST: there is no file {self.root}/train/*.json: create the files with LEAF's "
                 "data/femnist/preprocess.sh"
             )
         return Loaded(train, test=test, class_names=_CHARACTERS)

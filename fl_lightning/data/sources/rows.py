@@ -1,6 +1,6 @@
-"""Data sets in memory that return whole batches, and targets that are classes or numbers.
+"""Data sets in memory that return whole batches; and targets as classes or numbers.
 
-A selection of rows copies nothing: all sets of a source share what is stored, and each knows its rows.
+A selection of rows copies nothing: all sets of a source share the stored rows, and select some of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def as_tensor(values: Any, name: str) -> Tensor:
     """Convert an array to a tensor; floating-point numbers become float32.
 
     Raises:
-        ConfigurationError: if values are no numbers, or there are none.
+        ConfigurationError: if the values are no numbers, or there are no rows.
     """
     try:
         tensor = torch.as_tensor(values)
@@ -36,13 +36,13 @@ def as_tensor(values: Any, name: str) -> Tensor:
         ) from error
     if not tensor.ndim or not len(tensor):
         raise ConfigurationError(
-            f"{name} must have one row for each example, at least one, got shape {tuple(tensor.shape)}"
+            f"{name} must have one row per example, and at least one row, got shape {tuple(tensor.shape)}"
         )
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class StoredRows(Dataset[Any], ABC):
-    """Examples in memory, from which whole batches are read; `TensorRows` is an example.
+    """Base of data sets in memory that return whole batches; `TensorRows` is an example.
 
     Args:
         num_rows: number of stored rows.
@@ -51,7 +51,7 @@ class StoredRows(Dataset[Any], ABC):
     """
 
     def __init__(self, num_rows: int, columns: Mapping[str, Any] | None = None) -> None:
-        self._places = torch.arange(num_rows)  # of this set's rows among the stored ones
+        self._places = torch.arange(num_rows)  # numbers of the stored rows that this set selects
         self._columns = dict(columns or {})
 
     @abstractmethod
@@ -86,7 +86,7 @@ class StoredRows(Dataset[Any], ABC):
 
     @property
     def column_names(self) -> list[str]:
-        """Names of the columns for partitions; ``targets`` is always the last part instead."""
+        """Names of the columns for partitions, without ``targets``, which is an attribute."""
         return [name for name in self._columns if name != "targets"]
 
     def __getitem__(self, index: int | str | Sequence[int] | Tensor) -> Any:
@@ -106,15 +106,16 @@ class StoredRows(Dataset[Any], ABC):
 
 @final
 class TensorRows(StoredRows):
-    """A data set that returns whole batches: rows of each of its tensors.
+    """A data set of several tensors, of which a batch has some rows.
 
     Args:
-        parts: tensors of N rows each. Batches are dicts if they have names, else tuples.
+        parts: tensors with N rows, the targets last. Batches are dicts if the tensors have names, else
+            tuples.
         columns: see `StoredRows`.
-        pixels: whether the first part has bytes, which are converted to numbers in [0, 1].
+        pixels: whether the first tensor is bytes, which batches have as numbers in [0, 1].
 
     Raises:
-        ConfigurationError: if parts have different lengths.
+        ConfigurationError: if tensors have different numbers of rows.
 
     Example:
         >>> rows = TensorRows([torch.eye(3), torch.arange(3)], {"who": ["al", "bo", "al"]})
@@ -138,14 +139,14 @@ class TensorRows(StoredRows):
         lengths = {len(part) for part in self._parts}
         if len(lengths) != 1:
             raise ConfigurationError(
-                f"inputs and targets must have one row an example, got {sorted(lengths)} rows"
+                f"inputs and targets must have one row per example, got {sorted(lengths)} rows"
             )
         super().__init__(lengths.pop(), columns)
         self._pixels = pixels
 
     @property
     def targets(self) -> Tensor:
-        """The targets, which are the last part."""
+        """The targets, which are the last tensor."""
         return self._parts[-1][self._places]
 
     @override
@@ -162,7 +163,7 @@ MOST_WHOLE_CLASSES = 100  # more distinct integers may be quantities
 
 @dataclass(frozen=True)
 class Targets:
-    """The kind of a column of targets: classes or real numbers.
+    """Whether a column of targets has classes or real numbers, and which classes.
 
     Attributes:
         name: name of the column, for errors.
@@ -197,7 +198,8 @@ class Targets:
         if kind == "number" or (kind is None and is_real):
             if values.dtype.kind not in "biuf":
                 raise ConfigurationError(
-                    f"{name}: target_type is number, and there are strings such as {values[0]!r}"
+                    f"{name}: target_type is number, but there are strings such as {values[0]!r}: set "
+                    "target_type to class"
                 )
             return cls(name, None)
         classes = np.unique(values)
@@ -225,8 +227,8 @@ class Targets:
         known = np.isin(values, self.classes)
         if not known.all():
             raise ConfigurationError(
-                f"{self.name}: {where} holds the class {values[~known].tolist()[0]!r}, which no training "
-                "example has"
+                f"{self.name}: {where} has the class {values[~known].tolist()[0]!r}, which no training "
+                "example has: leave its examples out, or add some to the training examples"
             )
         return torch.from_numpy(np.searchsorted(self.classes, values).astype(np.int64))
 
@@ -235,6 +237,6 @@ def _check_present(values: npt.NDArray[Any], name: str) -> None:
     num_missing = sum(map(is_missing, values.ravel())) if values.dtype.kind in "fO" else 0
     if num_missing:
         raise ConfigurationError(
-            f"{name}: {num_missing} of {len(values)} examples have no finite target: leave them out of "
-            "the data"
+            f"{name}: {num_missing} of {len(values)} examples have no finite target: leave these examples "
+            "out of the data"
         )

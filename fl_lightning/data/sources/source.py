@@ -1,9 +1,9 @@
-"""Base of all data sources: data modules with three sets, drawn once, that serve whole batches.
+"""Base of all data sources: data modules with a training, a validation and a test set.
 
 A source can train a model centrally, and a federation divides its training set among clients. Reading a
 batch example by example costs more than the local step itself for small models. So a set returns a whole
-batch for a list of indices, and loaders request whole batches (`batch_size=None` and a `BatchSampler`);
-worker processes would have nothing to do.
+batch for a list of indices, and loaders request whole batches (`batch_size=None` and a `BatchSampler`),
+without worker processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fl_lightning.data.partitions.partition import stratified_split
 
 @dataclass(frozen=True)
 class Loaded:
-    """The sets of a source; a set that is None is held out from the training examples.
+    """The data sets of a source; a set that is None is held out from the training examples.
 
     Attributes:
         train: training examples, with ``select(indices)`` and perhaps ``targets``, shape (N, …).
@@ -45,10 +45,10 @@ class Source(LightningDataModule, ABC):
     Args:
         batch_size: examples per batch; the last batch of a pass may be smaller.
         val_fraction: fraction of the training examples held out for validation, in [0, 1), if there is
-            no validation set; of every class equally if targets are classes.
-        test_fraction: the same for the test.
-        fraction: fraction of the training examples that is used, in (0, 1], of every class equally if
-            targets are classes; the others are left out. Validation and test examples do not change.
+            no validation set; the same share of every class if targets are classes.
+        test_fraction: fraction of the training examples held out for the test, in the same way.
+        fraction: fraction of the training examples that is used, in (0, 1]; the same share of every class
+            if targets are classes. Validation and test examples do not depend on it.
         seed: seed of the held-out examples and the order of central training; the run's seed if None.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source(LightningDataModule, ABC):
         num_classes: number of classes, after `setup`.
 
     Raises:
-        ConfigurationError: for settings out of range, all of them.
+        ConfigurationError: naming every setting out of range.
     """
 
     train_set: Any
@@ -115,13 +115,15 @@ class Source(LightningDataModule, ABC):
         if self.fraction < 1:
             train, _ = self._held_out(train, 1 - self.fraction, "left out")
         if not len(train):
-            raise ConfigurationError(f"{type(self).__name__}: there are no training examples")
+            raise ConfigurationError(
+                f"{type(self).__name__}: there are no training examples: hold out fewer, or use more data"
+            )
         self.class_names, self.num_classes = loaded.class_names, len(loaded.class_names)
         self.val_set, self.test_set = (self.finished(each, trains=False) for each in (val, test))
         self.train_set = self.finished(train, trains=True)
 
     def finished(self, examples: Any, *, trains: bool) -> Any:
-        """Prepare a set after the split; unchanged by default.
+        """Return the final form of a data set, after the split; the set itself by default.
 
         Args:
             examples: the set.

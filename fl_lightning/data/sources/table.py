@@ -1,4 +1,4 @@
-"""Data source of tables: pandas, CSV and Parquet, with one feature per number or category."""
+"""Data source of tables (pandas, CSV, Parquet), with one feature per column of numbers or category."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ MOST_CATEGORIES = 1000  # per column: names and free text are no categories
 
 @final
 class Table(Source):
-    """Rows of a table in memory: a batch is features (B, F) in float32 and targets (B,).
+    """A table in memory: a batch is features (B, F) in float32 and targets (B,).
 
     Numbers are features without scaling; scale them with `FederatedNormalize`. A column of strings,
-    categories or truth values is one-hot encoded; a value that no training row has is 0 everywhere.
+    categories or truth values is one-hot encoded; for a value that no training row has, all its features
+    are 0.
     Every column of the table, used or not, can be used for a natural partition:
     ``NaturalPartition("hospital")``.
 
@@ -41,12 +42,12 @@ class Table(Source):
         test: test rows, likewise.
         target_type: whether the target is a ``class`` or a ``number``; if None, real numbers are
             numbers, and strings and up to 100 distinct integers are classes.
-        missing: replacement of missing numbers; None rejects tables with missing numbers. A missing
-            category is a category, ``missing``.
+        missing: number that replaces missing numbers; None rejects tables with missing numbers. A missing
+            category becomes the category ``missing``.
         options: those of `Source`.
 
     Attributes:
-        feature_names: a name for each feature, after `setup`.
+        feature_names: names of the features, after `setup`.
         num_features: number of features, after `setup`.
 
     Raises:
@@ -108,15 +109,15 @@ class Table(Source):
         else:
             taken = {self._target, *self._ignored}
             names = [name for name in table.columns if name not in taken]
-        if self._target in names or not names:
+        if self._target in names or not names or len(set(names)) < len(names):
             raise ConfigurationError(
-                f"Table: features must be columns other than the target {self._target!r}, at least "
-                f"one, got {names}"
+                "Table: features must be at least one column, all different and none of them the target "
+                f"{self._target!r}, got {names}"
             )
         return names
 
     def _features(self, table: DataFrame, train: DataFrame, where: str) -> DataFrame:
-        """Encode the columns that a table shares with the training features, in their order."""
+        """Encode a table's columns as features, by the columns and categories of the training table."""
         import pandas
 
         parts: list[Any] = []
@@ -125,7 +126,6 @@ class Table(Source):
                 parts.append(self._numbers(table[name], where))
             else:
                 known, values = _categories(train[name]), _texts(table[name])
-                # a value that no training row has is 0 everywhere
                 known_values = values.where(values.isin(known)).astype(
                     pandas.CategoricalDtype(known)
                 )
@@ -135,15 +135,15 @@ class Table(Source):
     def _numbers(self, column: Series[Any], where: str) -> Series[Any]:
         if not _is_number(column):
             raise ConfigurationError(
-                f"Table: column {column.name!r} holds numbers in the training rows, and in {where} "
-                f"{column.dtype}"
+                f"Table: column {column.name!r} has numbers in data, but {column.dtype} in {where}: convert "
+                "one of them"
             )
         numbers = column.astype("float64").replace([np.inf, -np.inf], np.nan)
         if (unknown := int(numbers.isna().sum())) and self._missing is None:
             raise ConfigurationError(
                 f"Table: column {column.name!r} of {where} has no finite number in {unknown} of "
-                f"{len(numbers)} rows: set missing to the number that stands for it, or leave the "
-                "column out with ignore"
+                f"{len(numbers)} rows: set missing to the number that replaces them, or leave the column out "
+                "with ignore"
             )
         return numbers if self._missing is None else numbers.fillna(self._missing)
 
@@ -156,7 +156,7 @@ def _is_number(column: Series[Any]) -> bool:
 
 def _texts(column: Series[Any]) -> Series[str]:
     """Return a column's values as strings."""
-    # a column of pandas' own categories would stay one, with its order and with categories of no row
+    # without astype, pandas' categories would keep their order, and categories that no row has
     return column.astype(object).map(str).where(column.notna(), "missing")
 
 
@@ -164,13 +164,14 @@ def _categories(column: Series[Any]) -> list[str]:
     """Return the different values of a training column as sorted strings."""
     if column.dtype.kind in "mM":
         raise ConfigurationError(
-            f"Table: column {column.name!r} holds times: make numbers of them, or leave it out with ignore"
+            f"Table: column {column.name!r} has times: convert them to numbers, or leave the column out with "
+            "ignore"
         )
     values = sorted(_texts(column).unique())
     if len(values) > MOST_CATEGORIES:
         raise ConfigurationError(
-            f"Table: column {column.name!r} has {len(values)} different values, more than "
-            f"{MOST_CATEGORIES} features: leave it out with ignore"
+            f"Table: column {column.name!r} has {len(values)} different values, too many for one feature "
+            f"each (at most {MOST_CATEGORIES}): leave the column out with ignore"
         )
     return values
 
@@ -180,7 +181,7 @@ def _check_columns(table: DataFrame, names: list[str], where: str) -> None:
     if absent:
         there = ", ".join(map(repr, table.columns))
         raise ConfigurationError(
-            f"Table: {where} has no column {', '.join(map(repr, absent))}: there are {there}"
+            f"Table: {where} has no column {', '.join(map(repr, absent))}: its columns are {there}"
         )
 
 
@@ -201,8 +202,8 @@ def _read(table: Any) -> DataFrame:
         raise ConfigurationError(f"Table: there is no file {str(path)!r}")
     if kind not in (".csv", ".tsv", ".parquet"):
         raise ConfigurationError(
-            f"Table: a file must be .csv, .tsv or .parquet, got {path.name!r}: read it with pandas and "
-            "give the frame"
+            f"Table: a file must be .csv, .tsv or .parquet, got {path.name!r}: read it with pandas, and give "
+            "the DataFrame"
         )
     try:
         return pandas.read_parquet(path) if kind == ".parquet" else _read_text(path, kind)
@@ -224,12 +225,12 @@ def _read_text(path: Path, kind: str) -> DataFrame:
     return pandas.read_csv(path, sep=separator)
 
 
-# times its size that a file's content may have, beyond 100 MB; text has about 10
+# a compressed file above 100 MB of content may unpack to this many times its size; text unpacks to about 10
 _MOST_PACKED = 100
 
 
 def _check_packed(path: Path) -> None:
-    """Raise ValueError for a decompression bomb: a small file with content that would fill the memory."""
+    """Raise ValueError for a decompression bomb, a small file whose content would fill the memory."""
     most, size = max(_MOST_PACKED * path.stat().st_size, 100_000_000), 0
     with gzip.open(path) as file:
         while block := file.read(1 << 20):
@@ -243,6 +244,6 @@ def _check_packed(path: Path) -> None:
 def _check_once(names: list[Any]) -> None:
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ConfigurationError(
-            f"Table: columns must have different names, and {', '.join(map(repr, twice))} stands twice: "
-            "rename one, or leave it out"
+            f"Table: columns must have different names, but {', '.join(map(repr, twice))} occurs twice: "
+            "rename one of the columns, or leave it out"
         )
