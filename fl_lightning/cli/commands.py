@@ -1,4 +1,4 @@
-"""Runs the command that a command line names, and fits on behalf of other commands.
+"""Runs the commands of the command line, and fits for other commands.
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
 ``compare`` and ``sweep`` run many fits, ``search`` and ``latency`` are about architectures, ``network``
@@ -35,7 +35,7 @@ _MODULES = {
     "export": "fl_lightning.cli.export",
     "network": "fl_lightning.cli.network",
 }
-# commands of which words after -- are options of a fit
+# commands that pass words after -- on to a fit
 _WITH_FITS = ("compare", "sweep", "search", "network")
 
 
@@ -69,7 +69,7 @@ def _run(words: Any) -> None:
     parser = parser_of(command)
     at = rest.index("--") if "--" in rest and command in _WITH_FITS else len(rest)
     options: dict[str, Any] = {"options": rest[at + 1 :]} if command in _WITH_FITS else {}
-    if command in ("compare", "sweep"):  # of a room that does not know this one
+    if command in ("compare", "sweep"):  # whose modules must not import this one
         options |= {"resolve": resolve, "fit": fit_run}
     run = getattr(import_module(_MODULES[command]), command)
     run(parser.parse_args(rest[:at]), **options)
@@ -79,7 +79,7 @@ def resolve(words: Sequence[str]) -> str:
     """Return the complete configuration of a fit, as YAML, without running it.
 
     Raises:
-        ConfigurationError: if the parser refuses an option, or the federation two options together.
+        ConfigurationError: if the parser refuses an option, or the federation refuses its options together.
     """
     said, refused = StringIO(), StringIO()
     try:
@@ -101,7 +101,7 @@ def fit_run(words: Sequence[str], callbacks: Sequence[Callback]) -> None:
     """Run ``fit`` with additional callbacks, in a worker process.
 
     Raises:
-        ConfigurationError: for a setting that cannot work, whichever library refuses it.
+        ConfigurationError: for a setting that cannot work, even if another library refuses it.
     """
     with console():
         try:
@@ -126,8 +126,8 @@ def run_lightning(
 
     Args:
         args: the words of the command line.
-        callbacks: additional ones, ahead of those of the configuration.
-        cli: class of the command line that runs it.
+        callbacks: additional callbacks, ahead of those of the configuration.
+        cli: class of the command line.
         keeps_configuration: whether ``config.yaml`` is saved in the run's folder.
     """
     cli(

@@ -27,7 +27,7 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Return the names of the packaged configurations, those without a subfolder first.
+    """Return the names of the packaged configurations, those outside subfolders first.
 
     Example:
         >>> names()[0], "algorithms/fedprox" in names()
@@ -76,17 +76,17 @@ def run(words: Sequence[str]) -> str:
     name = words[1]
     source = _named(name)
     if source is None:
-        raise ConfigurationError(f"configs: there is no {name!r}. {_close_to(name)}")
+        raise ConfigurationError(f"configs: there is no configuration {name!r}. {_close_to(name)}")
     target = Path(words[2] if len(words) == 3 else f"{Path(name).name}.yaml")
     if target.exists():
-        raise ConfigurationError(f"configs: {target} exists; name another file, or remove it")
+        raise ConfigurationError(f"configs: {target} exists: name another file, or remove it")
     target.write_text(_with_whole_paths(source), encoding="utf-8")
     command = _COMMANDS.get(name.partition("/")[0], "fit --config")
     return f"{target} is yours to edit: fl-lightning {command} {target}"
 
 
 def _with_whole_paths(source: Path) -> str:
-    """Return a configuration's text, with absolute paths to other packaged files."""
+    """Return a configuration's text, in which paths of other packaged files are absolute."""
     text = source.read_text(encoding="utf-8")
     return re.sub(
         r"\.\./[\w./]+\.yaml", lambda found: str((source.parent / found[0]).resolve()), text

@@ -57,9 +57,9 @@ def asks_for_several(trainer: Mapping[str, Any]) -> bool:
 def automatic_processes(
     trainer: Mapping[str, Any], federation: Federation, data: Any, num_threads: int | None
 ) -> int:
-    """Number of processes of a fit on CPUs if the configuration leaves it open, else 1.
+    """Number of processes of a fit on CPUs if the configuration does not set it, else 1.
 
-    It is the number of usable cores, at most the number of clients in a round. It is 1 if processes
+    It is the number of usable cores, but at most the number of clients in a round. It is 1 if processes
     cannot be forked, if torchrun or SLURM has started processes, or if ``num_threads`` is above 1.
     """
     if not _is_open(trainer) or (num_threads or 1) > 1 or not _starts_its_own():
@@ -67,10 +67,10 @@ def automatic_processes(
     loggers = trainer.get("logger")
     loggers = loggers if isinstance(loggers, Sequence) else [loggers]
     if any(isinstance(logger, CometLogger) for logger in loggers):
-        return 1  # its threads, begun with it, would not be there after a fork
+        return 1  # its threads would be missing in a forked process
     num_clients = data.num_clients if isinstance(data, FederatedDataModule) else 1
     cores = num_usable_cores()
-    if num_clients is None:  # the data know: more processes than clients do no harm
+    if num_clients is None:  # known only after setup; more processes than clients do no harm
         return cores
     limit = trainer["limit_train_batches"]
     cohort = federation.cohort.expected_size(num_clients)
@@ -94,7 +94,7 @@ def _is_open(trainer: Mapping[str, Any]) -> bool:
 
 
 def _starts_its_own() -> bool:
-    """Return whether this process may fork others: it can, and no launcher such as torchrun started it."""
+    """Return whether this process can fork others, and was not started by a launcher such as torchrun."""
     taken = "LOCAL_RANK" in os.environ or any(e.detect() for e in _ENVIRONMENTS)
     return not taken and sys.platform == "linux" and can_fork()
 
@@ -117,7 +117,7 @@ class Started:
 # Environment variables with the total number of processes, and with the number on this machine; the first
 # variable that is set counts.
 _TORCHRUN = ("WORLD_SIZE",), ("LOCAL_WORLD_SIZE",)
-# of the job step: the batch script itself is one process, however many tasks its job has
+# variables of the job step: the batch script itself is one process, for any number of tasks of its job
 _SLURM = ("SLURM_STEP_NUM_TASKS",), ("SLURM_STEP_NUM_NODES",)
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
@@ -136,7 +136,7 @@ def started(environ: Mapping[str, str] = os.environ) -> Started | None:
     if "TORCHELASTIC_RUN_ID" in environ:
         total, per_node = (_number(names, environ) for names in _TORCHRUN)
         by = "torchrun"
-    # an interactive job is not srun's for Lightning either
+    # Lightning does not count interactive jobs as started by srun either
     elif "SLURM_STEP_NUM_TASKS" in environ and environ.get("SLURM_JOB_NAME") not in (
         "bash",
         "interactive",
@@ -152,7 +152,7 @@ def started(environ: Mapping[str, str] = os.environ) -> Started | None:
 
 
 def take_what_was_started(trainer: Any) -> None:
-    """Set a Trainer's ``devices`` and ``num_nodes`` to the number of processes that a launcher such as torchrun started.
+    """Set a Trainer's ``devices`` and ``num_nodes`` to the processes that a launcher such as torchrun has started.
 
     Raises:
         ConfigurationError: if the options ask for another number of processes than were started, or
@@ -163,8 +163,8 @@ def take_what_was_started(trainer: Any) -> None:
         return
     if found.by == "mpirun" and find_spec("mpi4py") is None:
         raise ConfigurationError(
-            f"mpirun has started {found.total} processes, which cannot find each other without "
-            "mpi4py, and each would train alone: install mpi4py, or start them with torchrun"
+            f"mpirun has started {found.total} processes, which cannot connect to each other without mpi4py: "
+            "install mpi4py, or start the processes with torchrun"
         )
     num_nodes = found.total // found.per_node
     if str(trainer["devices"]) in ("auto", "-1"):
@@ -174,9 +174,9 @@ def take_what_was_started(trainer: Any) -> None:
     asked = _num_devices(trainer["devices"]) * trainer["num_nodes"]
     if asked != found.total:
         raise ConfigurationError(
-            f"trainer.devices: {trainer['devices']} on trainer.num_nodes: {trainer['num_nodes']}, "
-            f"but {found.by} has started {found.total} processes on {num_nodes} nodes. Leave both "
-            f"out, or start {asked}"
+            f"trainer.devices {trainer['devices']} and trainer.num_nodes {trainer['num_nodes']} ask for {asked} "
+            f"processes, but {found.by} has started {found.total} processes on {num_nodes} nodes: leave both "
+            f"options out, or start {asked} processes"
         )
 
 

@@ -1,6 +1,6 @@
 """The command ``fl-lightning export``: saves the model of a checkpoint in a format that other programs read.
 
-The module is built from the ``config.yaml`` that the run has saved beside the checkpoint; no data are needed.
+The module is built from the ``config.yaml`` in the folder of the checkpoint's run; no data are needed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def export(given: Any) -> None:
         )
     for name, target in targets.items():
         if target.exists():
-            raise ConfigurationError(f"export: {target} exists: name another, or remove it")
+            raise ConfigurationError(
+                f"export --{name}: {target} exists: name another path, or remove it"
+            )
         check_writable(f"export --{name}", target, is_folder=name == "adapter")
     module = trained_module(Path(given.ckpt_path))
     for name, target in targets.items():
@@ -65,7 +67,8 @@ def _write_adapter(module: LightningModule, target: str, shape: Any) -> None:
     save = getattr(module, "save_adapter", None)
     if save is None:
         raise ConfigurationError(
-            f"export --adapter: {type(module).__name__} is no CausalLM and has no save_adapter"
+            f"export --adapter: the model must be a CausalLM or have a method save_adapter, got "
+            f"{type(module).__name__}: use --state_dict for its weights"
         )
     save(target)
 
@@ -88,7 +91,7 @@ def _write_onnx(module: LightningModule, target: str, shape: Any) -> None:
 def program_of(
     module: LightningModule, shape: Sequence[int] | None
 ) -> torch.export.ExportedProgram:
-    """Return the program of a module's ``forward`` for batches of any size."""
+    """Return the program of a module's ``forward``, by torch.export, for batches of any size."""
     name = type(module).__name__
     example = module.example_input_array if shape is None else torch.zeros(2, *shape)
     if not isinstance(example, torch.Tensor) or not example.ndim:
@@ -101,7 +104,7 @@ def program_of(
             f"export: {what}: give --input_shape, the shape of one input without the batch, such as "
             "[1,28,28]"
         )
-    example = example[:1].expand(2, *example.shape[1:])  # a batch of one would stay of that size
+    example = example[:1].expand(2, *example.shape[1:])  # torch.export would fix a batch size of 1
     batch = {0: torch.export.Dim("batch")}
     try:
         return torch.export.export(module, (example,), dynamic_shapes=(batch,))
@@ -109,14 +112,14 @@ def program_of(
         given = "example_input_array" if shape is None else f"--input_shape {list(shape)}"
         raise ConfigurationError(
             f"export: torch.export cannot trace {name} by {given}, inputs of {example.dtype} and shape "
-            f"{list(example.shape)}: {_first_line(error)}. Its forward must accept one such tensor, with "
-            "batches of any size, and branch on no values. If it needs whole numbers, set its "
-            "example_input_array to a tensor of them, and leave --input_shape out"
+            f"{list(example.shape)}: {_first_line(error)}. Its forward must accept one such tensor with batches "
+            "of any size, and must not branch on values. If it needs whole numbers, set its "
+            "example_input_array to a tensor of whole numbers, and leave --input_shape out"
         ) from error
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error of torch, without its hints for developers."""
+    """Return the first line of an error of PyTorch, without its hints for developers."""
     line = next(iter(str(error).splitlines()), type(error).__name__)
     return line.partition(" For more information")[0].rstrip(".!")
 
@@ -133,14 +136,14 @@ def trained_module(checkpoint: Path) -> LightningModule:
     """Return the module of a checkpoint, built from the run's configuration, in evaluation mode.
 
     Raises:
-        ConfigurationError: if there is no such checkpoint, or no configuration of its run.
+        ConfigurationError: if there is no such checkpoint, or its run has no configuration.
     """
     check_checkpoint(checkpoint)
     run = run_of(checkpoint)
     if run is None:
         raise ConfigurationError(
-            f"ckpt_path: the run that wrote {checkpoint} has left no {CONFIG} beside it: make the module "
-            "in Python and load the checkpoint's state_dict"
+            f"ckpt_path: there is no {CONFIG} in the folder above {checkpoint}: build the module in Python, and "
+            "load the checkpoint's state_dict"
         )
     parser: Any = ArgumentParser()
     parser.add_subclass_arguments(LightningModule, "model")

@@ -64,7 +64,7 @@ from fl_lightning.reports.overview import DryRun
 from fl_lightning.reports.run_report import RunReport
 from fl_lightning.reports.screen import clear_leftovers
 
-# YAML in which classes may stand without their modules
+# YAML with short class names
 _SHORT = "short"
 set_loader(_SHORT, loader(get_loader("yaml")), exceptions=(yaml.YAMLError,))
 # with references between options: ${model.image_size}
@@ -81,12 +81,12 @@ class FederatedCLI(LightningCLI):
             FederatedCLI(MyModule, MyDataModule)
 
     Args:
-        model_class: a `LightningModule`, whose options follow ``--model.``; any by ``class_path`` if None.
-        datamodule_class: a `LightningDataModule`. One that is not federated becomes the ``source`` of
-            `FederatedDataModule`: ``--data.num_clients 10 --data.source.batch_size 32``. Any by
-            ``class_path`` if None.
-        options: further ones of `LightningCLI`, whose defaults here are ours. Without ``args`` it reads the
-            command line of the process, and a configuration error ends the process with one sentence. With
+        model_class: a `LightningModule`, whose options are ``--model.…``; if None, ``--model`` names any class.
+        datamodule_class: a `LightningDataModule`. A data module that is not federated becomes the ``source``
+            of `FederatedDataModule`: ``--data.num_clients 10 --data.source.batch_size 32``. If None,
+            ``--data`` names any class.
+        options: further options of `LightningCLI`, some with other defaults. Without ``args``, the command line
+            of the process is read, and a configuration error ends the process with one sentence. With
             ``run=False`` model, data and Trainer are built for a fit, and nothing runs.
     """
 
@@ -96,7 +96,7 @@ class FederatedCLI(LightningCLI):
         datamodule_class: type[LightningDataModule] | None = None,
         **options: Any,
     ) -> None:
-        self._source, self._asked = datamodule_class, ""
+        self._source, self._command = datamodule_class, ""
         if datamodule_class is None or issubclass(datamodule_class, FederatedDataModule):
             self._source = None
         else:  # the option ``source`` accepts any class
@@ -121,7 +121,7 @@ class FederatedCLI(LightningCLI):
 
         def read(words: list[str]) -> list[str]:
             words = whole(with_paths(words), data=is_ours)
-            self._asked = words[0] if words else ""
+            self._command = words[0] if words else ""
             return words
 
         if args is None:
@@ -132,8 +132,8 @@ class FederatedCLI(LightningCLI):
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
-        """Return the parser of a subcommand, without options (0.2 s) if the command line names another subcommand."""
-        if self._asked in self.subcommands() and subcommand != self._asked:
+        """Return the parser of a subcommand; if the command line names another one, without options, to save 0.2 s."""
+        if self._command in self.subcommands() and subcommand != self._command:
             return self.init_parser(**kwargs)
         return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
 
@@ -144,7 +144,7 @@ class FederatedCLI(LightningCLI):
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add this package's options to Lightning's; override `add_arguments_to_parser` to add your own."""
+        """Add this package's options to Lightning's; to add your own, override `add_arguments_to_parser`."""
         super().add_core_arguments_to_parser(parser)
         if self._source is not None:
             path = f"{self._source.__module__}.{self._source.__qualname__}"
@@ -161,15 +161,15 @@ class FederatedCLI(LightningCLI):
             parser.add_argument(f"--{name}", type=kind, default=default, help=OPTIONS[name])
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the command line, and check values that Lightning accepts but that cannot work."""
+        """Parse the command line, and check values that Lightning accepts although they cannot work."""
         super().parse_arguments(parser, args)
         check_values(self._settings)
 
     def _parse_ckpt_path(self) -> None:
-        """Read the model's options from a checkpoint to evaluate, as Lightning does.
+        """For an evaluation, read the model's options from the checkpoint, as Lightning does.
 
-        A fit keeps the options it was given: Lightning would silently replace those that differ from the
-        checkpoint's. They are compared with the run's configuration instead.
+        A fit keeps the given options, which Lightning would silently replace by the checkpoint's. Instead,
+        they are compared with the configuration of the checkpoint's run.
         """
         is_fit = self.config.get("subcommand") == "fit"
         given = None if is_fit else self._settings.get("ckpt_path")
@@ -189,7 +189,9 @@ class FederatedCLI(LightningCLI):
             self._leave_nothing(config)
         is_evaluation = self.subcommand in ("validate", "test", "predict")
         if is_evaluation and config.get("ckpt_path") is None and not _names_weights(config.model):
-            rank_zero_info("ckpt_path: none is given, so the model is used as built")
+            rank_zero_info(
+                "ckpt_path: no checkpoint is given, so the model has its initial weights"
+            )
         if config.get("ckpt_path") is not None:
             plain = yaml.safe_load(
                 self.parser.dump(self.config, skip_none=False, skip_validation=True)
@@ -199,7 +201,7 @@ class FederatedCLI(LightningCLI):
             self._run = run if is_fit else None
         resume_loggers(config, self._run)
         super().instantiate_classes()
-        if self._run is not None:  # what is saved is the run's configuration, from its start
+        if self._run is not None:  # the saved configuration is that from the start of the run
             config["ckpt_path"] = self._run.config.get("ckpt_path")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -210,7 +212,9 @@ class FederatedCLI(LightningCLI):
         options["callbacks"] = [*given]
         if self.subcommand == "fit":
             self._interruption = Interruption()
-            options["callbacks"].insert(0, self._interruption)  # before others begin a round
+            options["callbacks"].insert(
+                0, self._interruption
+            )  # ahead of callbacks that start a round
         if self._is_fit and not options["fast_dev_run"]:
             set_folder(options, self._run)
         take_what_was_started(options)
@@ -235,14 +239,14 @@ class FederatedCLI(LightningCLI):
         return trainer
 
     def _take_folders(self, trainer: Trainer) -> None:
-        """Make the folders of a new fit, or clean up those of a resumed one."""
+        """Create the folders of a new fit, or clean up those of a resumed fit."""
         take_folders(trainer, self._run)
         if self._run is not None and trainer.is_global_zero:
             clean_up_after(self._run)
             keep_rows(trainer, check_checkpoint(self._run.checkpoint))
 
     def _given(self, options: Mapping[str, Any]) -> list[Callback]:
-        """Return the configuration's callbacks; a dry run's save models in its own folder only."""
+        """Return the configuration's callbacks; in a dry run, they write checkpoints only into its folder."""
         given = options.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         if not self._is_dry:
@@ -255,7 +259,7 @@ class FederatedCLI(LightningCLI):
     def _standard_callbacks(
         self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
     ) -> list[Callback]:
-        """Return the callbacks of every run, except those that the configuration has already."""
+        """Return the callbacks that every run has, except those in the configuration."""
         own = self._settings
         self._results = ResultsTable(
             waits_for_test=self.subcommand is not None and own.test_after_fit,
@@ -267,7 +271,7 @@ class FederatedCLI(LightningCLI):
             progress_bar=options["enable_progress_bar"] is not False,
             checkpoint=is_federated and options["enable_checkpointing"] is not False,
             is_federated=is_federated,
-            report=False,  # it has options of the command line
+            report=False,  # added below, with options of the command line
         )
         if self.subcommand == "predict" and not any(
             isinstance(c, BasePredictionWriter) for c in given
@@ -279,21 +283,22 @@ class FederatedCLI(LightningCLI):
         return [each for each in found if each not in given and not isinstance(each, evaluates)]
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
-        """Set ``devices: auto`` to one process per core if clients train on CPUs; choose the strategy."""
+        """Set ``devices: auto`` to one process per core if clients train on CPUs, and choose the strategy."""
         if self._is_fit:
             num_threads = self._settings.num_threads
             count = automatic_processes(options, federation, self.datamodule, num_threads)
             if count > 1:
                 options["devices"], options["strategy"] = count, "federated"
                 rank_zero_info(
-                    f"trainer.devices: {count} processes of one thread each, as there are cores "
-                    "for; 1 trains in this process alone",
+                    f"trainer.devices: {count} processes of one thread each, by the number of cores; with "
+                    "--trainer.devices 1, this process trains alone",
                     **detail(),
                 )
         if options["strategy"] == "auto" and asks_for_several(options):
             options["strategy"] = "federated"
-            why = "because there are several devices"
-            rank_zero_info(f"trainer.strategy: federated, {why}", **detail())
+            rank_zero_info(
+                "trainer.strategy: federated, because there are several devices", **detail()
+            )
 
     @property
     def _is_dry(self) -> bool:
@@ -301,9 +306,11 @@ class FederatedCLI(LightningCLI):
         return bool(self.subcommand == "fit" and self._settings.dry_run)
 
     def _leave_nothing(self, config: Any) -> None:
-        """Set a temporary folder for the files of a dry run, which is removed at the end."""
+        """Send the files of a dry run into a temporary folder, which is removed at the end."""
         if config.ckpt_path is not None:
-            raise ConfigurationError("dry_run: a resumed run has no estimate: leave out ckpt_path")
+            raise ConfigurationError(
+                "dry_run: it cannot estimate a resumed run: leave out ckpt_path"
+            )
         self._scratch = TemporaryDirectory(prefix="fl_dry_run_")
         config.trainer.default_root_dir = self._scratch.name
         config.trainer.logger = config.trainer.logger is not False
@@ -317,7 +324,7 @@ class FederatedCLI(LightningCLI):
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Fit the model; if it is interrupted, print how to resume."""
-        # what a dry run has saved is removed, and cannot be resumed
+        # the checkpoints of a dry run are removed, so that it cannot be resumed
         folders = [] if self._is_dry else checkpoint_folders(self.trainer)
         try:
             self.trainer.fit(*args, **kwargs)
@@ -326,7 +333,7 @@ class FederatedCLI(LightningCLI):
         finally:
             if self._is_dry:
                 self._scratch.cleanup()
-        take_early_messages()  # which a child process has written into its log file
+        take_early_messages()  # else they would be written twice: a child process has logged them
         if self._interruption.is_asked:  # during the last round
             raise Interrupted(signal.SIGINT, how_to_resume(folders))
 
@@ -340,7 +347,7 @@ class FederatedCLI(LightningCLI):
         has_test = is_overridden("test_step", self.model, LightningModule)
         has_data = data is not None and is_overridden("test_dataloader", data, LightningDataModule)
         wants_test = is_wanted and has_test and has_data
-        # Lightning skips a test without examples
+        # Lightning returns nothing from a test without examples
         if not wants_test or not self.trainer.test(self.model, datamodule=data, verbose=False):
             if is_wanted:  # the table and the report have waited for this test
                 self._results.report(self.trainer)
@@ -350,30 +357,30 @@ class FederatedCLI(LightningCLI):
         report_whereabouts(self.trainer, data)
 
     def after_predict(self) -> None:
-        """Print the path of the predictions."""
+        """Print the path of the file of predictions."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Predictions) and callback.path is not None:
                 print(f"\n{in_columns(f'predictions: {shown_path(str(callback.path))}')}")
 
     def validate(self, **kwargs: Any) -> None:
-        """Validate the model; `ResultsTable` prints the metrics instead of Lightning, as in `test`."""
+        """Validate the model; `ResultsTable` prints the metrics instead of Lightning."""
         self.trainer.validate(**{**kwargs, "verbose": False})
 
     def test(self, **kwargs: Any) -> None:
-        """Test the model."""
+        """Test the model; `ResultsTable` prints the metrics instead of Lightning."""
         self.trainer.test(**{**kwargs, "verbose": False})
 
 
 def _names_weights(model: Any) -> bool:
-    """Return whether the options of a model, or of its network, name weights to start from."""
+    """Return whether an option of a model, or of its network, names pretrained weights."""
     own = ("pretrained", "checkpoint_path", "weights")
     return any(value and name.rpartition(".")[2] in own for name, value in model.items())
 
 
 def ended_with_a_sentence(run: Callable[[], None]) -> None:
-    """Run a function; an error that the user can mend ends the process with one sentence instead of a traceback.
+    """Run a function; end the process with one sentence instead of a traceback if the user can correct the error.
 
-    The exit code is 1 for such errors, and the shell's usual one for Ctrl-C and SIGTERM.
+    The exit code is 1 for such errors, and for Ctrl-C and SIGTERM the usual one of the shell.
     """
     try:
         with interruptible(), console():

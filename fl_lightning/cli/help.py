@@ -58,7 +58,7 @@ GROUPS = {
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """Return the help that a command line asks for; None if it asks for none, or the parser has to answer.
+    """Return the help text that a command line asks for; None if it asks for none, or only the parser has it.
 
     Example:
         >>> help_for(["fit", "--help"]).splitlines()[0]
@@ -73,7 +73,7 @@ def help_for(words: Sequence[str]) -> str | None:
     asks = own == ["network"] or any(word in ("--help", "-h") for word in own)
     if asks and (
         words[0] not in OF_LIGHTNING or len(words) == 2
-    ):  # else for a class's options, too
+    ):  # else the parser's help is complete: it has the options of the given classes as well
         return next((pages[page] for page in (" ".join(own[:2]), own[0]) if page in pages), None)
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         page = pages.get(word.replace(".init_args", ""))

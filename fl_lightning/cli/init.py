@@ -32,10 +32,10 @@ def run(words: Sequence[str]) -> str:
     """Make the project that a command line asks for, and return the next steps.
 
     Args:
-        words: after ``init``.
+        words: words of the command line after ``init``.
 
     Raises:
-        ConfigurationError: if the words are not accepted, or the folder is there already.
+        ConfigurationError: if the words are not accepted, or the folder exists.
     """
     if not words or words[0] in ("--help", "-h"):
         return _USAGE
@@ -52,19 +52,19 @@ def run(words: Sequence[str]) -> str:
 
 
 def make(target: Path, template: str) -> None:
-    """Write a project.
+    """Write a new project from a template.
 
     Args:
-        target: its folder, whose name is the name of its package; parents are made.
+        target: the project's folder, whose name becomes the name of the package; parents are created.
         template: one of `TEMPLATES`.
 
     Raises:
-        ConfigurationError: if the name is no name of a package, or the folder is there already.
+        ConfigurationError: if the name cannot be a package's, or the folder exists.
     """
     name = target.name
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigurationError(
-            f"init: {name!r} cannot be the name of a Python package: take letters, digits and _"
+            f"init: the folder's name must be the name of a Python package (letters, digits and _), got {name!r}"
         )
     if target.exists():
         raise ConfigurationError(f"init: {target} exists: name another folder, or remove it")
@@ -101,5 +101,5 @@ def _read(words: Sequence[str]) -> tuple[Path, str]:
         else:
             raise ConfigurationError(f"init: {word!r} is not accepted.\n{_USAGE}")
     if folder is None:
-        raise ConfigurationError(f"init: a folder's name is missing.\n{_USAGE}")
+        raise ConfigurationError(f"init: the name of a folder is missing.\n{_USAGE}")
     return Path(folder), template

@@ -1,4 +1,4 @@
-"""Entry point of the command line; whatever can be answered without PyTorch is answered before its import.
+"""Entry point of the command line, which answers without importing PyTorch where possible.
 
 Help, the version, lists of configurations and classes, and errors such as a missing file or a misspelt option
 take a fraction of a second. Names of packaged configurations become paths here, and short class names become
@@ -31,8 +31,8 @@ def main(args: Any = None) -> None:
     """Run the command line; a configuration error ends the process with one sentence.
 
     Args:
-        args: words of the command line; those of the process if None. A mapping goes to Lightning's
-            command line unchanged.
+        args: words of the command line; those of the process if None. A mapping of options is passed on to
+            Lightning's command line.
     """
     words = sys.argv[1:] if args is None else args
     if not isinstance(words, list):
@@ -57,7 +57,7 @@ def main(args: Any = None) -> None:
 
 
 def _answer(words: Sequence[str]) -> str | None:
-    """Return the output of a command that needs no PyTorch; None for other commands."""
+    """Return the output of a command that does not need PyTorch; None for other commands."""
     if words and words[0] == "--version":
         from fl_lightning import __version__
 
@@ -73,8 +73,8 @@ def _answer(words: Sequence[str]) -> str | None:
 
 def _refuse_command(word: str) -> NoReturn:
     if word.startswith("-"):
-        raise ConfigurationError(f"a command is missing: one of {', '.join(COMMANDS)}")
-    raise ConfigurationError(f"{word!r} is no command. {close_to(word, COMMANDS)}")
+        raise ConfigurationError(f"the first word must be a command, one of {', '.join(COMMANDS)}")
+    raise ConfigurationError(f"there is no command {word!r}. {close_to(word, COMMANDS)}")
 
 
 def _say(text: str) -> None:
@@ -98,15 +98,11 @@ def _run(words: Any) -> None:
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Raise for errors in a command line that can be found without the parser.
-
-    Raises:
-        ConfigurationError: with the words to type instead.
-    """
+    """Raise ConfigurationError for errors in a command line that can be found without the parser."""
     if [*words] in [[name] for name in OF_LIGHTNING]:
         raise ConfigurationError(
-            f"{words[0]} needs a configuration: --config quickstart is one to begin with, "
-            "fl-lightning configs lists all"
+            f"{words[0]} needs a configuration: try --config quickstart; fl-lightning configs lists all that "
+            "the package has"
         )
     _check_options(words)
     contents_of = []
@@ -136,13 +132,13 @@ def _check_options(words: Sequence[str]) -> None:
 def _check_search(path: Path, keys: Sequence[Any]) -> None:
     if "space" not in keys and any(key in keys for key in _OF_RUNS):
         raise ConfigurationError(
-            f"{path} has no space, the values to try in a search: see fl-lightning configs copy "
-            "sweeps/quickstart"
+            f"{path} has no space, which names the options to search and their values. For an example: "
+            "fl-lightning configs copy sweeps/quickstart"
         )
 
 
 def _check_kind(command: str, path: Path, keys: Sequence[Any]) -> None:
-    """Raise if a configuration file is meant for another command."""
+    """Raise ConfigurationError if a configuration file is one for another command."""
     if "space" in keys:
         raise ConfigurationError(
             f"{path} describes a search: use fl-lightning sweep --search {path}"
@@ -150,12 +146,12 @@ def _check_kind(command: str, path: Path, keys: Sequence[Any]) -> None:
     is_experiment = any(key in keys for key in _OF_EXPERIMENTS)
     if command == "compare" and not is_experiment and any(key in keys for key in _OF_RUNS):
         raise ConfigurationError(
-            f"{path} describes one run, and compare takes an experiment with variants: use "
+            f"{path} describes one run, but compare needs an experiment with variants: use "
             f"fl-lightning fit --config {path}"
         )
     if command != "compare" and is_experiment:
         raise ConfigurationError(
-            f"{path} describes an experiment, and {command} takes one run: use fl-lightning compare "
+            f"{path} describes an experiment, but {command} needs one run: use fl-lightning compare "
             f"--config {path}"
         )
 

@@ -41,7 +41,7 @@ _KNOWN = ("fl_lightning", "lightning", "pytorch_lightning", "torch", "torchmetri
 
 @cache
 def contents() -> dict[str, dict[str, Any]]:
-    """Return the content of ``help.json``: each block's ``options`` and their ``classes``, and pages of help."""
+    """Return the content of ``help.json``: options of each block, classes that they accept, and pages of help."""
     content: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return content
 
@@ -69,7 +69,7 @@ def paths(block: str, option: str) -> Mapping[str, str]:
 
 
 def whole(words: Sequence[str], *, data: bool = False) -> list[str]:
-    """Replace short class names in a command line by import paths.
+    """Replace the short class names in a command line by import paths.
 
     Args:
         words: words of the command line.
@@ -108,7 +108,7 @@ def expanded(content: Any) -> Any:
         found["federation"] = _of_block("federation", options)
     data = found.get("data")
     if isinstance(data, dict) and data.get("class_path", "") in _OUR_DATA:
-        if "class_path" not in data:  # of a command line whose data module is known
+        if "class_path" not in data:  # of a FederatedCLI with a data module
             found["data"] = _of_block("data", data)
         elif isinstance(inside := data.get("init_args"), dict):
             found["data"] = {**data, "init_args": _of_block("data", inside)}
@@ -142,14 +142,14 @@ def _class_paths(content: Any) -> Any:
 
 
 def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
-    """Raise if a class does not exist in the module that is named, or a short name is misspelt.
+    """Raise if a class path names a class that does not exist, or a short class name is misspelt.
 
     Raises:
-        ConfigurationError: suggests the name that was probably meant.
+        ConfigurationError: with a suggestion.
     """
     given = [*_values(words), *(found for file in files for found in _class_names(file))]
     modules = {match["module"] for _, name, _ in given if (match := _CLASS.fullmatch(name))}
-    # modules of others may define classes whose short names the parser then knows
+    # the parser also knows the short names of classes in the user's own modules
     is_known = all(module.partition(".")[0] in _KNOWN for module in modules)
     for path, name, is_class in given:
         match = _CLASS.fullmatch(name)
@@ -163,7 +163,7 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
 
 
 def _values(words: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the path and the value of each option, and whether the value certainly names a class."""
+    """Yield the path and the value of each option in a command line, and whether it surely names a class."""
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one, value = word.partition("=")
         if name.startswith("--"):
@@ -172,7 +172,7 @@ def _values(words: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
 
 
 def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str, bool]]:
-    """Yield the path and the text of each option in a file's content, and whether it certainly names a class."""
+    """Yield the path and the text of each option in a file, and whether it surely names a class."""
     if isinstance(content, dict):
         for name, value in content.items():
             if name == "class_path" and isinstance(value, str):
@@ -187,7 +187,7 @@ def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str, bool]
 
 
 def no_such_class(module: str, name: str) -> str:
-    """Return the error message for a class that does not exist in the named module."""
+    """Return the error message for a class that does not exist in its module."""
     hint = did_you_mean(name, {each: f"{module}.{each}" for each in names_in(module) or ()})
     return f"module {module!r} has no attribute {name!r}. {hint}".rstrip()
 
@@ -225,8 +225,8 @@ def names_in(module: str) -> frozenset[str] | None:
     """
     top, *inner = module.split(".")
     try:
-        spec = find_spec(top)  # of an inner one it would import the outer
-    except ValueError:  # of the program itself, __main__
+        spec = find_spec(top)  # of an inner module, it would import the outer one
+    except ValueError:  # for __main__, the program itself
         return None
     if spec is None or spec.origin is None:
         return None
@@ -239,5 +239,5 @@ def names_in(module: str) -> frozenset[str] | None:
     is_lazy = "import *" in text or (
         module not in PACKAGES and any(word in text for word in _DYNAMIC)
     )
-    # also those in comments and inside functions, which refuses too little
+    # names in comments and functions are included, so that no existing class is refused
     return None if is_lazy else frozenset(re.findall(r"\b[A-Z]\w*", text))

@@ -20,7 +20,7 @@ _FILES = ("--config", "-c", "--search", "-s")
 
 
 def files_of(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the options of a command line that name configuration files, with the files' paths; pipes are left out."""
+    """Yield the options of a command line that name configuration files, and the files' paths, without pipes."""
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one, value = word.partition("=")
         path = Path(value if is_one else following)
@@ -29,7 +29,7 @@ def files_of(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def check_word(word: str) -> None:
-    """Raise if a value on the command line is YAML that exceeds the limits, such as one that contains itself.
+    """Raise if a value on the command line is YAML that exceeds the limits, e.g. because it contains itself.
 
     Raises:
         ConfigurationError: naming the option.

@@ -68,7 +68,7 @@ def _keys(node: Any, word: str, *, may_be_new: bool) -> list[str | int] | None:
 
 def _what_is_there(node: Any, word: str, owner: str) -> str:
     if isinstance(node, list):
-        return f"{owner} is a list: name an entry by its number, from 0 to {len(node) - 1}, got {word!r}"
+        return f"{owner} is a list of length {len(node)}: name an entry by its number, from 0, got {word!r}"
     if isinstance(node, Mapping):
         known = [str(key) for key in [*node, *(node.get("init_args") or {})]]
         names = [key for key in known if key not in ("class_path", "init_args")]

@@ -129,7 +129,9 @@ def test_other_numbers_are_refused(given):
 def test_mpirun_needs_mpi4py(monkeypatch):
     monkeypatch.setitem(os.environ, "OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr("fl_lightning.cli.devices.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="install mpi4py, or start them with torchrun"):
+    with pytest.raises(
+        ConfigurationError, match="install mpi4py, or start the processes with torchrun"
+    ):
         take_what_was_started(dict(AUTO))
 
 

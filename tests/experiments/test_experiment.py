@@ -50,7 +50,7 @@ REFUSED = [
         for seeds in ([0, 0], "0,-1", "0,b", True, [0, True], [1.5])
     ),
     ({"variants": {"a b": {}, "a/b": {}}}, "differ as folders.*a_b"),
-    ({"variants": {"first": {}}}, "not be 'first'"),
+    ({"variants": {"first": {}}}, "none named 'first'"),
     ({"grid": {"variant": {"a": {}}, "seed": {"b": {}}}}, "of the results: seed, variant"),
     ({"grid": {"bytes up": {"a": {}}, "best round": {"b": {}}}}, "results: best round, bytes up"),
 ]

@@ -129,7 +129,7 @@ def test_places_in_lists_classes_and_free_mappings():
     assert "width" not in configuration["model"]["init_args"]["kwargs"]
     with pytest.raises(ConfigurationError, match="model has no 'x'"):
         place_of(configuration, "model.x.x")  # only the last word may be new
-    with pytest.raises(ConfigurationError, match="callbacks is a list of 1: name an entry"):
+    with pytest.raises(ConfigurationError, match="callbacks is a list of length 1: name an entry"):
         place_of(configuration, "trainer.callbacks.1.x")
 
 
