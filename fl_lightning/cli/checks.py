@@ -1,8 +1,7 @@
 """Checks of option values that the parser, Lightning and PyTorch accept although they cannot work.
 
-Examples are a learning rate of NaN, a schedule with a step of 0 rounds, or a negative number of warm-up rounds:
-the run would end with a model of NaNs or a division by zero, some rounds later. Classes of this package check
-their own options.
+Examples are a learning rate of NaN, or a schedule with a step of 0 rounds: the model would become NaN, or the run
+would end some rounds later with a division by zero. Classes of this package check their own options.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _OF_PYTORCH = {
 
 
 def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
-    """Yield the namespaces of a configuration and their paths, inner ones first."""
+    """Yield the path and the options of each class and block in a configuration, inner ones first."""
     if isinstance(node, list):
         for number, entry in enumerate(node):
             yield from specs(entry, f"{path}[{number}]")
@@ -59,7 +58,7 @@ def is_spec(value: Any) -> bool:
 
 
 def imported(class_path: str) -> Any:
-    """Import a class or function by its dotted path; None if the path leads to nothing."""
+    """Import a class or function by its dotted path; None if it does not exist."""
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(import_module(module), name, None)
@@ -68,10 +67,10 @@ def imported(class_path: str) -> Any:
 
 
 def check_values(configuration: Any) -> None:
-    """Check numbers among the Trainer's options, the seeds, and the options of PyTorch's classes.
+    """Check the options of the Trainer and of PyTorch's classes, and the seeds.
 
     Raises:
-        ConfigurationError: naming the YAML path of every option whose value cannot work.
+        ConfigurationError: naming the path of every option with a wrong value.
     """
     trainer = configuration.get("trainer")
     if not isinstance(trainer, Namespace | Mapping):
@@ -98,7 +97,6 @@ def _check_time(value: Any) -> None:
     is_text = isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value)
     if value is None or is_text or isinstance(value, timedelta):
         return
-    # of a mapping with other names or numbers, and of everything else
     with suppress(TypeError, ValueError, OverflowError):
         if timedelta(**value) > timedelta(0):
             return
@@ -125,7 +123,7 @@ def _check_number(what: str, value: Any, allowed: str, advice: str = "") -> None
 def _checks_of_class(path: str, spec: Any) -> Iterator[Callable[[], None]]:
     options = spec.get("init_args") or spec
     class_path = spec.get("class_path") or "fl_lightning"
-    # a user's own class may mean something by -1, or by an infinite number
+    # for a user's own class, -1 or an infinite number may have a meaning
     is_ours, is_torchs = class_path.startswith("fl_lightning"), class_path.startswith("torch.")
     if is_ours:
         inside = path if options is spec else f"{path}.init_args"

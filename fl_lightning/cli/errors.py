@@ -1,8 +1,8 @@
-"""Errors of the command line: one sentence with the option's path, its value, the allowed values and a remedy.
+"""Errors of the command line, as one sentence: the option's path, its value, the allowed values and a remedy.
 
-A wrong setting is found by the parser (a misspelt key, an unknown class), by a class that refuses its arguments,
-or by the run when it starts. In each case the process ends with one sentence on standard error and a non-zero
-code, without a traceback.
+A wrong setting is found by the parser (a misspelt key, an unknown class), by the constructor of a class, or at the
+start of the run. In each case the process ends with one sentence on standard error and a non-zero exit code, without
+a traceback.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from fl_lightning.core.kinds import check_kinds
 from fl_lightning.federation import ProcessTraceback
 from fl_lightning.reports.layout import in_lines
 
-_TOLD_IN_A_SENTENCE = (
+# errors whose message is meant for the user, who needs no traceback
+_EXPECTED = (
     *(CheckpointFailure, ClientFailure, ConfigurationError, MisconfigurationException),
     *(RoundFailure, ProcessFailure),
 )
 # errors by which constructors refuse an option; any other error is a bug and keeps its traceback
 _OF_OURS = (ValueError, ImportError, MisconfigurationException)
-_OF_CONSTRUCTORS = (*_OF_OURS, TypeError, AssertionError)
+_OF_OTHERS = (*_OF_OURS, TypeError, AssertionError)
 # errors of a full disk, a read-only folder, or a path that is no folder
 _STORAGE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
@@ -57,36 +58,42 @@ _CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
 
 
 class Refusal(BaseException):
-    """Carries a constructor's error out of the parser, which would reword an `Exception` or try another type."""
+    """Carries a constructor's error through the parser, which would reword an `Exception` or try another type."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-def _told(kind: Any, options: Mapping[str, Any], error: Exception) -> Exception:
-    """Turn a constructor's error into a ConfigurationError with the option's path; bugs are returned unchanged."""
+def _with_path(kind: Any, options: Mapping[str, Any], error: Exception) -> Exception:
+    """Convert a constructor's error to a ConfigurationError with the option's path; a bug is returned unchanged."""
     configuration = _CONFIGURATION.get()
     is_ours = kind.__module__.startswith("fl_lightning")
-    text = next((str(e) for e in causes(error) if isinstance(e, _TOLD_IN_A_SENTENCE)), None)
-    if text is None and isinstance(error, _OF_OURS if is_ours else _OF_CONSTRUCTORS):
+    text = next((str(e) for e in causes(error) if isinstance(e, _EXPECTED)), None)
+    if text is None and isinstance(error, _OF_OURS if is_ours else _OF_OTHERS):
         is_import = isinstance(error, ImportError)
         text = f"{'' if is_import else f'{kind.__name__} refuses its options: '}{error}"
     if configuration is None or text is None:
         return error
-    there = (path for path, spec in specs(configuration) if _describes(spec, kind, options))
-    place = next(there, "")
-    told = ConfigurationError(shortened(_placed(text, place, kind, options) if place else text))
-    told.__cause__ = error
-    return told
+    paths = (path for path, spec in specs(configuration) if _describes(spec, kind, options))
+    place = next(paths, "")
+    found = ConfigurationError(shortened(_placed(text, place, kind, options) if place else text))
+    found.__cause__ = error
+    return found
 
 
 def _describes(spec: Namespace, kind: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether a namespace names a class with these options."""
+    """Return whether a part of the configuration names this class, with these options."""
     name = spec.get("class_path")
     given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
     is_kind = options.keys() == given.keys() if name is None else imported(name) is kind
-    plain = (int, float, str, bool, type(None))  # other values were built from the given ones
+    plain = (
+        int,
+        float,
+        str,
+        bool,
+        type(None),
+    )  # objects in the options are not in the configuration
     return is_kind and all(
         repr(given.get(option)) == repr(value)
         for option, value in options.items()
@@ -95,7 +102,7 @@ def _describes(spec: Namespace, kind: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _placed(text: str, place: str, kind: Any, options: Mapping[str, Any]) -> str:
-    """Prefix a sentence with the path of the first option that it names, and append the option's value if missing."""
+    """Put the path of the option that a sentence names ahead of it, and the option's value at its end if missing."""
     inside = place if kind in (*BARE, Trainer) else f"{place}.init_args"
     for prefix in (kind.__name__, place, place.rpartition(".")[2]):
         text = text.removeprefix(f"{prefix}: ")
@@ -112,7 +119,7 @@ def _placed(text: str, place: str, kind: Any, options: Mapping[str, Any]) -> str
     return f"{inside}{'.' if text.startswith(f'{option} ') else f'.{option}: '}{text}"
 
 
-# words ahead of Lightning's own message, where that lacks the option's name or the allowed values
+# by the start of Lightning's message: words that are put ahead, with the option's name and the allowed values
 _DEVICES = "devices must be auto, -1 for all, at least 1, or a list of different ones: "
 _ADDED = (
     ("`Trainer(devices=", _DEVICES),
@@ -123,11 +130,7 @@ _ADDED = (
 
 
 def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> Trainer:
-    """Build a Trainer.
-
-    Args:
-        build: function that builds it.
-        options: the Trainer's options.
+    """Build a Trainer by a function, given the Trainer's options for messages.
 
     Raises:
         ConfigurationError: naming the option that Lightning refuses.
@@ -143,18 +146,18 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
 
 
 def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
-    """Build an object for the parser; an error of its constructor is not taken for a failed type of a union."""
+    """Build an object for the parser, which must not take an error of the constructor for a wrong type of a union."""
     try:
-        # inside unions of protocols the parser accepts some values of the wrong kind
+        # in unions of protocols, the parser accepts some values of a wrong type
         if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
             check_kinds(kind.__init__, options)
         return build(*args, **options)
     except Exception as error:
         if isinstance(error, TypeError) and not _takes(kind, options):
             raise  # the options are those of another type of a union
-        told = _told(kind, options, error)
-        # outside, a factory that a module or the federation has called
-        raise Refusal(told) if _IS_BUILDING.get() else told  # noqa: B904 - it has its cause
+        found = _with_path(kind, options, error)
+        # outside of the parser, a module or the federation has called a factory
+        raise Refusal(found) if _IS_BUILDING.get() else found  # noqa: B904 - it has its cause
 
 
 def _takes(kind: Any, options: Mapping[str, Any]) -> bool:
@@ -175,16 +178,16 @@ add_instantiator(_build, object)  # type: ignore[arg-type]
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, with each error as one sentence."""
+    """Lightning's parser, which reports an error as one sentence."""
 
-    # class or function inside a configuration whose options these are; None for a command line's parser
+    # for the parser of a class (or function) in a configuration, this class; None for a command line's parser
     owner: Any = None
 
     @override
     def add_class_arguments(
         self, class_type: Any, nested_key: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """Add the options of a class; jsonargparse makes a parser for each class in a configuration."""
+        """Add the options of a class; jsonargparse creates a parser for each class in a configuration."""
         self._keep_owner(class_type, nested_key)
         return super().add_class_arguments(class_type, nested_key, *rest, **options)
 
@@ -192,7 +195,7 @@ class Parser(LightningArgumentParser):
     def add_function_arguments(
         self, function: Any, nested_key: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """Add the options of a function, which may build an object of a configuration."""
+        """Add the options of a function, which may build an object in a configuration."""
         self._keep_owner(function, nested_key)
         return super().add_function_arguments(function, nested_key, *rest, **options)
 
@@ -202,26 +205,26 @@ class Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the error as one sentence and exit with code 2; in a class's parser raise it."""
-        told = sentence(message, self, self.owner)
+        """Print the error as one sentence and exit with code 2; the parser of a class raises it instead."""
+        text = sentence(message, self, self.owner)
         if not self.exit_on_error:
-            super().error(without_marks(told) if self.owner is None else told, ex)
-        print(in_lines(f"fl-lightning: {without_marks(told)}", sys.stderr), file=sys.stderr)
+            super().error(without_marks(text) if self.owner is None else text, ex)
+        print(in_lines(f"fl-lightning: {without_marks(text)}", sys.stderr), file=sys.stderr)
         sys.exit(2)
 
     @override
     def parse_args(self, args: Any = None, *rest: Any, **options: Any) -> Any:
-        """Parse words; jsonargparse passes a null on to the parser inside this one as the text None."""
+        """Parse words of a command line; in a class's parser, ``None`` is the null that jsonargparse passes on."""
         if isinstance(args, list) and not self.exit_on_error:
             args = [re.sub("=None$", "=null", word) for word in args]
         return super().parse_args(args, *rest, **options)
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
-        """Register a function that builds models or data modules; their errors are reported like those of other classes."""
+        """Register a function that builds models or data modules, and report errors of their constructors as well."""
 
         @wraps(instantiator)  # the parser reads its parameters
         def build(kind: Any, /, *own: Any, **options: Any) -> Any:
-            name = "applied_instantiation_links"  # of the function, not of the class
+            name = "applied_instantiation_links"  # an option of the function, not of the class
             links = {name: options.pop(name)} if name in options else {}
             return _built(partial(instantiator, kind, **links), kind, own, options)
 
@@ -233,7 +236,7 @@ class Parser(LightningArgumentParser):
         Raises:
             ConfigurationError: naming the option that a class refuses.
         """
-        if _IS_BUILDING.get():  # a parser of a class inside the configuration
+        if _IS_BUILDING.get():  # called for a class inside the configuration
             return super().instantiate(namespace, *args, **kwargs)
         command = namespace.get("subcommand")
         configuration = namespace if command is None else namespace[command]
@@ -249,7 +252,7 @@ class Parser(LightningArgumentParser):
 
 
 def explain(error: BaseException) -> str | None:
-    """Return a sentence for an error that the user can mend; None for any other error.
+    """Return a sentence for an error that the user can correct; None for any other error.
 
     Example:
         >>> explain(ConfigurationError("fraction must be in (0, 1], got 1.5"))
@@ -257,8 +260,8 @@ def explain(error: BaseException) -> str | None:
         >>> explain(KeyError("a bug")), explain(RuntimeError("Invalid buffer size: 20.00 GB"))
         (None, None)
     """
-    for cause in causes(error):  # the parser wraps what a class raises while it is built
-        if isinstance(cause, _TOLD_IN_A_SENTENCE):
+    for cause in causes(error):  # the parser wraps errors of constructors
+        if isinstance(cause, _EXPECTED):
             return str(cause)
     if isinstance(error, FileNotFoundError) and "heckpoint" in str(error):
         return f"ckpt_path: {error} Give the path of a .ckpt file, or last."
@@ -274,7 +277,7 @@ def _by_text(error: BaseException) -> str | None:
     text = " ".join(str(error).split())
     if text.startswith("Error(s) in loading state_dict"):
         return (
-            "the checkpoint belongs to another model: resume with the model that wrote it, or start "
+            "ckpt_path: the checkpoint belongs to another model: resume with the model that wrote it, or start "
             f"without ckpt_path. {shortened(text.partition(': ')[2], most=200)}"
         )
     is_value = isinstance(error, ValueError)
@@ -286,7 +289,7 @@ def _by_text(error: BaseException) -> str | None:
 
 
 def bug_behind(error: BaseException) -> str:
-    """Return the traceback of an error that the user's module raised while a client trained; else empty."""
+    """Return the traceback of an error in the user's module, while a client was trained; else an empty text."""
     failure = next((cause for cause in causes(error) if isinstance(cause, ClientFailure)), None)
     cause = None if failure is None else failure.__cause__
     if isinstance(cause, ProcessTraceback):
@@ -295,7 +298,7 @@ def bug_behind(error: BaseException) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, the one that it was raised from, and so on."""
+    """Yield an error, its cause, the cause of its cause, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -32,15 +32,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda or cuda:1.")
     parser.add_argument("--batch_size", type=PositiveInt, default=1, help="Images at a time.")
     parser.add_argument(
-        "--rounds", type=PositiveInt, default=10, help="How often every network is timed."
+        "--rounds",
+        type=PositiveInt,
+        default=10,
+        help="Number of times that every network is timed.",
     )
     parser.add_argument(
-        "--calibration", type=PositiveInt, default=12, help="Whole networks to fit to."
+        "--calibration", type=PositiveInt, default=12, help="Whole networks that the fit uses."
     )
     parser.add_argument(
-        "--held_out", type=PositiveInt, default=20, help="Others, to find the error on."
+        "--held_out", type=PositiveInt, default=20, help="Other networks, to measure the error."
     )
-    parser.add_argument("--seed", type=int, default=0, help="Of the networks.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the choice of networks.")
 
 
 def latency(given: Any) -> None:
@@ -80,8 +83,8 @@ def _lines(table: LatencyTable, given: Any) -> list[str]:
     ]
     if accuracy.mape > _MOST_ERROR or accuracy.spearman < _LEAST_RANK:
         lines.append(
-            "note:     an error under 15% and a rank correlation of 0.9 are usual. Measure on\n"
-            "          a quiet device, with more --rounds, or where networks differ more"
+            "note:     an error below 15% and a rank correlation above 0.9 are usual. Measure on\n"
+            "          an idle device, with more --rounds, or a space whose networks differ more"
         )
     return lines
 
@@ -90,9 +93,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigurationError(f"device: there is no {name!r}; use cpu or cuda") from None
+        raise ConfigurationError(f"device must be cpu, cuda or cuda:1, got {name!r}") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigurationError(f"device: latency is measured on cpu or cuda, got {name!r}")
+        raise ConfigurationError(f"device must be cpu or cuda for latencies, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(
             f"device: there is no {name!r} here; PyTorch sees {torch.cuda.device_count()} GPUs"
@@ -104,7 +107,7 @@ _PROGRESS = StatusLines()
 
 
 def show_progress(text: str) -> None:
-    """Show a line at the bottom of a terminal; one that begins with ``done`` stays as ordinary text."""
+    """Show a line at the bottom of a terminal; the last line, which begins with ``done``, stays as text."""
     _PROGRESS.open()
     if text.startswith("done"):
         _PROGRESS.close(text)
@@ -145,10 +148,10 @@ def add_networks(parser: ArgumentParser, *, required: bool = True) -> None:
 
 
 def networks_of(given: Any) -> Networks:
-    """Return the networks that parsed options name; also set the number of threads.
+    """Return the networks that parsed options name, and set the number of threads.
 
     Raises:
-        ConfigurationError: if there is no such space, or cells are set in a space without cells.
+        ConfigurationError: if there is no such space, or options of cells are set for a space without cells.
     """
     space = named_space(given.space)
     options = {name: int(given[name]) for name in ("in_channels", "num_classes")}
@@ -156,7 +159,8 @@ def networks_of(given: Any) -> Networks:
         if given[name] is not None:
             if not isinstance(space, CellSpace):
                 raise ConfigurationError(
-                    f"{name}: {space.name} is not made of cells; its sizes are settings of the space"
+                    f"{name}: {space.name} is not a space of cells: leave --{name} out, and set sizes in the "
+                    "options of the space"
                 )
             options[name] = int(given[name])
     if given.num_threads is not None:
@@ -165,25 +169,22 @@ def networks_of(given: Any) -> Networks:
 
 
 def check_writable(option: str, path: Path, *, is_folder: bool = False) -> None:
-    """Raise if a file or folder cannot be written; nothing is left on the disk.
+    """Raise ConfigurationError if a file or folder cannot be written, without writing it.
 
     Args:
         option: name of the option, for the message.
         path: path of the file or folder; folders above it may be missing.
         is_folder: whether the path is that of a folder.
-
-    Raises:
-        ConfigurationError: with the reason.
     """
     folder, reason = path if is_folder else path.parent, None
-    there = next(one for one in (folder, *folder.parents) if one.exists())
+    nearest = next(one for one in (folder, *folder.parents) if one.exists())
     if path.is_dir() and not is_folder:
         reason = "it is a folder"
-    elif not there.is_dir():
-        reason = f"{there} is a file"
+    elif not nearest.is_dir():
+        reason = f"{nearest} is a file"
     else:
         try:
-            with TemporaryDirectory(dir=there):
+            with TemporaryDirectory(dir=nearest):
                 pass
         except OSError as error:
             reason = error.strerror

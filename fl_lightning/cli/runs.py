@@ -1,7 +1,7 @@
-"""The console output of a command, the files of a run, and the message after an interruption.
+"""What a command prints and which files a run gets; and how to resume an interrupted run.
 
-Log messages are laid out in two columns, a warning is one sentence, and deprecation warnings of other libraries
-are hidden. Messages logged before the log file is open are kept and written into it later.
+Log messages are printed in two columns, a warning is one sentence, and deprecation warnings of other libraries
+are hidden. Messages logged before the log file is open are kept, and written into it later.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from fl_lightning.reports.run_report import REPORT, RunReport
 
 
 class RunConfig(SaveConfigCallback):
-    """Saves the configuration as ``config.yaml`` in the run's folder, whatever the logger."""
+    """Saves the configuration as ``config.yaml`` in the run's folder, with any logger."""
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         path = Path(own_run_folder(trainer), CONFIG)
         if stage != "fit" and path.exists():
-            return  # it is the configuration of the run whose model is evaluated
+            return  # the file has the configuration of the fit whose model is evaluated
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
         unfinished.write_text(self.parser.dump(self.config, skip_none=False, skip_validation=True))
@@ -53,7 +53,7 @@ class RunConfig(SaveConfigCallback):
 
 
 def write_atomically(trainer: Trainer) -> None:
-    """Replace the checkpoint writer of central fits by one that no kill can interrupt half-way."""
+    """Make central fits write checkpoints atomically, so that a killed process leaves no incomplete file."""
     strategy = trainer.strategy
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         return  # other strategies write checkpoints in their own way
@@ -62,18 +62,18 @@ def write_atomically(trainer: Trainer) -> None:
 
 
 def how_to_resume(folders: Iterable[Path]) -> str:
-    """Return a sentence that names the last checkpoint of an interrupted fit and the options that resume it."""
+    """Return a sentence with the last checkpoint of an interrupted fit, and the option that resumes the fit."""
     newest = next(filter(None, map(newest_checkpoint, folders)), None)
     if newest is None:
-        return "without a checkpoint: start again with the same command"
+        return "before the first checkpoint: start again with the same command"
     path = shown_path(str(newest))
     return (
-        f"{saved_after(path)}, which is saved: go on with the same command and --ckpt_path {path}"
+        f"{saved_after(path)}, which is saved: resume with the same command and --ckpt_path {path}"
     )
 
 
 def saved_models(trainer: Trainer) -> dict[str, str]:
-    """Describe the best and the last checkpoint of a fit, by path, the last one first."""
+    """Return a description of the last and of the best checkpoint of a fit, by path, in this order."""
     last: dict[str, str] = {}
     best: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:
@@ -89,7 +89,7 @@ def saved_models(trainer: Trainer) -> dict[str, str]:
     return last | best
 
 
-# commands, with what they call of the module and of the data
+# commands, with the methods of the module and of the data module that they call
 _EVALUATIONS = (
     ("validate", "validation_step", "val_dataloader"),
     ("test", "test_step", "test_dataloader"),
@@ -100,7 +100,7 @@ _EVALUATIONS = (
 def _evaluation(module: LightningModule, data: LightningDataModule | None) -> str | None:
     """Return the first of validate, test and predict for which module and data define the needed methods."""
     if isinstance(data, FederatedDataModule) and data.evaluated_by is not None:
-        data = data.source  # no command here reads remote clients' examples
+        data = data.source  # no command can read examples of remote clients
     return next(
         (
             command
@@ -116,8 +116,8 @@ def report_whereabouts(trainer: Trainer, data: LightningDataModule | None) -> No
     """Print the paths of checkpoints, logs and report, and the next command.
 
     Args:
-        trainer: of the fit.
-        data: of the run; after a fit in child processes the Trainer has none.
+        trainer: Trainer of the fit.
+        data: the fit's data module; after a fit in child processes, the Trainer has none.
     """
     folder = run_folder(trainer)  # a collective call: every process has to make it
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
@@ -146,9 +146,9 @@ def report_whereabouts(trainer: Trainer, data: LightningDataModule | None) -> No
 
 
 def in_columns(line: str) -> str:
-    """Format a line as two columns that together fill the terminal; without a terminal it is unchanged.
+    """Format a line in two columns that fill the terminal; without a terminal it is returned unchanged.
 
-    A command to type stays one line, which can be pasted into a shell.
+    A command stays one line, which can be pasted into a shell.
     """
     if not is_terminal(sys.stdout):
         return line
@@ -158,7 +158,7 @@ def in_columns(line: str) -> str:
 
 
 _EXPECTED_WARNINGS = (
-    # the data sets here build whole batches in the main process: workers would only slow them
+    # data sets of this package build whole batches in the main process, which workers would slow down
     ".*does not have many workers",
     # a resumed run logs in its own folder, `validate` and `test` log in a new one
     "Checkpoint directory .* exists and is not empty",
@@ -166,7 +166,7 @@ _EXPECTED_WARNINGS = (
     # compare reads every variant's configuration with this command line
     "LightningCLI's args parameter is intended to run from within Python",
 )
-# libraries whose deprecation warnings are for programmers; the user cannot mend what they warn of
+# libraries whose deprecation warnings are meant for programmers, not for users
 _OTHERS = (
     r"(lightning|lightning_utilities|torch|torchvision|torchmetrics|timm|jsonargparse|tensorboard|"
     r"numpy|scipy|sklearn|matplotlib|google|tqdm|datasets|transformers|peft)(\.|$)"
@@ -175,7 +175,7 @@ _OTHERS = (
 
 @contextmanager
 def console() -> Iterator[None]:
-    """Within this context, lay out log messages and warnings, and keep early ones for the log file."""
+    """Within this context, format log messages and warnings, and keep early messages for the log file."""
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):

@@ -457,4 +457,6 @@ def test_an_interrupted_dry_run_names_no_checkpoint(capsys):
     with pytest.raises(SystemExit):
         main(["fit", *QUICK, *SHORT, stop, "--trainer.max_epochs=3", "--dry_run=true"])
     said = " ".join(capsys.readouterr().err.split())
-    assert "stopped by Ctrl-C without a checkpoint: start again with the same command" in said
+    assert (
+        "stopped by Ctrl-C before the first checkpoint: start again with the same command" in said
+    )

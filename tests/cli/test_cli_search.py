@@ -64,9 +64,9 @@ def test_the_next_command_can_be_pasted_into_a_shell(capsys):
         (["search", *SMALL, "--constraint", "flop<=1"], "constraint 'flop<=1': expected a cost"),
         (["search", *SMALL, "--constraint", "flops<=1"], "the closest has flops"),
         (["search", *SMALL, "--latency", "no.json"], "no.json cannot be read"),
-        (["search", *SMALL, "--front", "joules"], "there is no cost 'joules'"),
+        (["search", *SMALL, "--front", "joules"], "front must be one of the costs"),
         (["search", *SMALL, "--score", "accuracy"], "give --table"),
-        (["search", *SMALL, "--score", "accuracy+params"], "or several of them but accuracy"),
+        (["search", *SMALL, "--score", "accuracy+params"], "or several of them"),
         (["search", *SMALL, "--images", "nowhere"], "images: there is no folder nowhere"),
         (
             ["search", *SMALL, "--images", ".", "--score", "params"],

@@ -78,7 +78,7 @@ def test_signals(tmp_path, signum, whom, devices, code, expected):
     done = saved_step(tmp_path)
     assert 1 <= done < FEW, said
     if signum == signal.SIGINT:
-        assert f"stopped by Ctrl-C after round {done}, which is saved: go on with" in said
+        assert f"stopped by Ctrl-C after round {done}, which is saved: resume with" in said
     run = Run(tmp_path, devices, FEW, *LAST)
     assert run.end()[0] == 0, run.said()
     assert_same_bits(final_state(tmp_path, FEW), expected)
@@ -137,7 +137,10 @@ def test_a_long_round_is_given_up(tmp_path, devices):
     send(run, signal.SIGINT, group)
     code, seconds = run.end(60)
     assert (code, seconds < SECONDS) == (INTERRUPTED, True), run.said()
-    assert "stopped by Ctrl-C without a checkpoint: start again with the same command" in run.said()
+    assert (
+        "stopped by Ctrl-C before the first checkpoint: start again with the same command"
+        in run.said()
+    )
     assert "Traceback" not in run.said()
 
 

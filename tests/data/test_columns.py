@@ -236,7 +236,7 @@ class TestRefuses:
     def test_items_without_a_label(self, item):
         with pytest.raises(
             ConfigurationError,
-            match=r"labels of Items|numbers or strings, one per|12 of 12 values are missing",
+            match=r"no labels were found in Items|numbers or strings, one per|12 of 12 values are missing",
         ):
             read_column(Items(lambda _: item), None)
 

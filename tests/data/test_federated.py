@@ -253,7 +253,7 @@ class TestRefuses:
             (Letters(), NO_INDEX + "Letters"),
             (DataLoader(Stream()), NO_INDEX + "Stream"),
             (DataLoader(Endless()), NO_INDEX + "Endless"),
-            (Doubling(Letters()), "Doubling, with an __iter__ of its own"),
+            (Doubling(Letters()), "Doubling with an __iter__ of its own"),
             (DataLoader(Letters(), batch_size=None), "batch_size=None: the items of its"),
         ],
         ids=["list", "dict", "combined", "no-loader", "stream", "no-length", "own-way", "batches"],

@@ -255,8 +255,8 @@ class TestRefuses:
             (WeightedRandomSampler(WEIGHTS, 1000), "draws 1000 of 40 .*federation.local_steps"),
             (RandomSampler(SET, num_samples=10), "draws 10 of 40 .*federation.local_steps"),
             (WeightedRandomSampler([1.0] * 41, 41), "has 41 weights for 40 examples"),
-            ([3, -1], "draws example -1, and the data set"),
-            ([3, 40], "draws example 40, and the data set"),
+            ([3, -1], "draws example -1, but the data set"),
+            ([3, 40], "draws example 40, but the data set"),
         ],
         ids=["passes of weighted", "of random", "more weights", "negative", "too many"],
     )

@@ -359,7 +359,9 @@ def test_normalisation_can_be_given(folder):
 
 def test_other_classes_in_the_test_folder_are_listed(folder):
     (folder / "test" / "cat").rename(folder / "test" / "bird")
-    with pytest.raises(ConfigurationError, match=r"missing: \['cat'\], .*: \['bird'\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"add the folders \['cat'\], remove the folders \['bird'\]"
+    ):
         ready(ImageFolder(str(folder), image_size=8))
 
 

@@ -127,7 +127,10 @@ def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch():
         (["--ckpt_path=none.ckpt"], "there is no file 'none.ckpt'"),
         (["--ckpt_path=none.ckpt", "--config", ONE_SHOT], "there is no file 'none.ckpt'"),
         (["--config", ONE_SHOT], "give --ckpt_path as well"),
-        (["--ckpt_path=ONE", "--space=darts"], "space: with --ckpt_path it is the configuration's"),
+        (
+            ["--ckpt_path=ONE", "--space=darts"],
+            "space: with --ckpt_path, the supernet's configuration sets it",
+        ),
         (["--ckpt_path=ONE", "--score=synflow"], "synflow needs untrained networks"),
         (["--ckpt_path=ONE", "--config=no.yaml"], "no.yaml"),
         (["--ckpt_path=ONE", "--config", CELLS], "another space: model.class_path"),
@@ -138,10 +141,10 @@ def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch():
             "no validation examples",
         ),
         (["--ckpt_path=moved.ckpt", "--config", CELLS], "belongs to another model or space"),
-        (["--ckpt_path=moved.ckpt"], "has left no config.yaml beside it"),
+        (["--ckpt_path=moved.ckpt"], "there is no config.yaml in the folder above"),
         (["--ckpt_path=nan.ckpt", "--config", ONE_SHOT], "is not finite"),
         (["--space=darts", "--", "--trainer.devices=1"], "give --ckpt_path as well"),
-        ([], "space: give one of"),
+        ([], "space must be one of"),
     ],
 )
 def test_a_mistake_is_told_in_a_sentence(words, says, capsys, tmp_path):

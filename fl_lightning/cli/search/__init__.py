@@ -1,7 +1,7 @@
 """The command ``fl-lightning search``: finds an architecture under constraints, without training.
 
-It searches a space by a proxy score or a table of accuracies, or a trained supernet by the validation accuracy
-of its sub-networks.
+Architectures of a space are scored by a proxy or a table of accuracies; those of a trained supernet by their
+validation accuracy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _STRATEGIES: dict[str, Callable[[str], strategies.Strategy]] = {
     "tpe": lambda measure: strategies.OptunaSearch("tpe"),
     "nsga2": lambda measure: strategies.OptunaSearch("nsga2", measure),
 }
-# from an architecture to the configuration that trains it
+# function from an architecture to the configuration that trains it
 Retraining = Callable[[Architecture], dict[str, Any]]
 
 
@@ -142,11 +142,11 @@ def search(given: Any, *, options: Sequence[str]) -> None:
         return
     if options:
         raise ConfigurationError(
-            "words after -- belong to a configuration: give --ckpt_path as well"
+            "words after -- are options of a supernet's configuration: give --ckpt_path as well"
         )
     if given.space is None:
         raise ConfigurationError(
-            f"space: give one of {', '.join(NAMES)}, or --ckpt_path of a trained supernet"
+            f"space must be one of {', '.join(NAMES)}, or give --ckpt_path of a trained supernet"
         )
     given.score = given.score or ("synflow" if given.table is None else "accuracy")
     _check_sources(given)
@@ -168,21 +168,21 @@ def search(given: Any, *, options: Sequence[str]) -> None:
 
 
 def _check_sources(given: Any) -> None:
-    """Refuse unknown scores, and a table or images that the score would not read."""
+    """Raise ConfigurationError for an unknown score, and for a table or images that the score does not use."""
     names = given.score.split("+")
     if set(names) - set(_SCORES) or ("accuracy" in names and len(names) > 1):
         raise ConfigurationError(
-            f"score must be one of {', '.join(_SCORES)}, or several of them but accuracy, joined by +; got "
+            f"score must be one of {', '.join(_SCORES)}, or several of them (except accuracy) joined by +, got "
             f"{given.score!r}"
         )
     if given.table is not None and given.score != "accuracy":
         raise ConfigurationError(
-            f"table: a search by --score {given.score} does not read it: leave it out, or give --score "
+            f"table: a search by --score {given.score} does not read it: leave --table out, or give --score "
             "accuracy"
         )
     if given.images and not set(names) & set(PROXIES):
         raise ConfigurationError(
-            f"images: a search by --score {given.score} does not see them: leave them out, or give "
+            f"images: a search by --score {given.score} does not use them: leave --images out, or give "
             f"--score as one of {', '.join(PROXIES)}"
         )
 
@@ -215,11 +215,11 @@ def _search(
     constraints = tuple(Constraint.parse(text, measures) for text in given.constraint)
     if given.front is not None and given.front not in measures:
         raise ConfigurationError(
-            f"front: there is no cost {given.front!r}; there are {', '.join(measures)}"
+            f"front must be one of the costs {', '.join(measures)}, got {given.front!r}"
         )
     measure = given.front or (constraints[0].measure if constraints else "flops")
-    told = _told(objective(costs), given.budget)
-    problem = Problem(networks.space, told, costs, constraints)
+    score = _with_progress(objective(costs), given.budget)
+    problem = Problem(networks.space, score, costs, constraints)
     strategy = _STRATEGIES[given.strategy](measure)
     check_writable("out", Path(given.out), is_folder=True)
     if given.export is not None:
@@ -244,7 +244,7 @@ def _one_objective(given: Any, networks: Networks, costs: Costs, name: str) -> O
     if name == "accuracy":
         if given.table is None:
             raise ConfigurationError(
-                "score accuracy reads the table of NAS-Bench-201: give --table"
+                "score: accuracy needs the table of NAS-Bench-201: give --table"
             )
         truth = NASBench201Table.read(given.table)
         return lambda architecture: truth.lookup(architecture)["cifar10"]
@@ -261,7 +261,7 @@ def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
     return costs
 
 
-def _told(score: Objective, budget: int) -> Objective:
+def _with_progress(score: Objective, budget: int) -> Objective:
     done = 0
 
     def scored(architecture: Architecture) -> float:
@@ -297,7 +297,7 @@ def _report(
     command = f"fl-lightning fit --config {shlex.quote(str(target))}"
     if "data" in content:
         print(f"next:     {command}")
-    else:  # the search knew none
+    else:  # the search had no data module
         space, network = best.architecture.space, content["model"]["init_args"]
         options = {
             name: network["network"]["init_args"][name] for name in ("in_channels", "num_classes")
@@ -307,11 +307,11 @@ def _report(
 
 
 def data_words(networks: Networks, images: Sequence[str]) -> list[str]:
-    """Return options of a fit that name data of the networks' shape; empty if no data set here has it.
+    """Return options of a fit that name data of the networks' input shape; empty if no known data set has it.
 
     Args:
         networks: the networks.
-        images: folders of images, with one folder for each class; the first is named.
+        images: folders of images, with one folder per class; the options name the first.
     """
     size = [f"--data.image_size={networks.side}"]
     if images:
@@ -330,7 +330,7 @@ _KNOWN_DATA = {
 
 
 def _next(command: str, data: Sequence[str], of: str) -> str:
-    """Return a line with the next command to type, and a note if options for the data are missing."""
+    """Return a line with the next command to type, with options for the data or a note that they are missing."""
     if data:
         return f"next:     {command} {shlex.join(data)}"
     return f"next:     {command}, with the data {of}: add --config or --data options that name them"

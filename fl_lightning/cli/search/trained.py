@@ -1,7 +1,7 @@
-"""A trained supernet for the command ``search``: a configuration's model with a checkpoint's weights.
+"""Loads a trained supernet for the command ``search``: a configuration's model with a checkpoint's weights.
 
-It is loaded by ``validate``, so device, precision, recalibration and validation examples are the same: the score
-of the largest sub-network equals ``val/accuracy``.
+The supernet is loaded as by ``validate``, with the same device, precision, recalibration and validation examples: the
+score of the largest sub-network equals ``val/accuracy``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fl_lightning.nas.spaces.space import Networks
 from fl_lightning.nas.sub_networks.evaluation import SubNetworkScore, TrainingExamples
 from fl_lightning.nas.supernet import Supernet
 
-# options that a trained supernet's configuration determines
+# options of the command that the configuration of a trained supernet determines
 _NOT_GIVEN = ("space", "side", "in_channels", "num_classes", "channels", "cells", "images", "table")
-# options of the model that determine its weights
+# options of the model that determine the meaning of its weights
 _OF_SPACE = ("model.class_path", "model.init_args.space.", "model.init_args.rule.")
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A supernet with its weights, ready to be scored.
+    """A trained supernet whose sub-networks can be scored.
 
     Attributes:
         networks: the supernet's networks.
         score: accuracy of a sub-network on validation examples.
-        weights: path of the checkpoint if a single network can start from its weights, else None.
+        weights: path of the checkpoint if a single network can be initialised from it, else None.
         run: the supernet's complete configuration.
     """
 
@@ -52,7 +52,7 @@ def look_at(given: Any, options: Sequence[str], look: Callable[[Trained], None])
 
     Args:
         given: parsed options of the command.
-        options: further words of a fit's command line.
+        options: words after ``--``: options of the supernet's configuration.
         look: function that is called once, with the loaded supernet.
 
     Raises:
@@ -65,8 +65,8 @@ def look_at(given: Any, options: Sequence[str], look: Callable[[Trained], None])
     files = given.config or ([] if own is None else [str(own.folder / CONFIG)])
     if not files:
         raise ConfigurationError(
-            f"ckpt_path: the run that wrote {given.ckpt_path} has left no {CONFIG} beside it: give its "
-            "configuration with --config"
+            f"ckpt_path: there is no {CONFIG} in the folder above {given.ckpt_path}: give the configuration of its "
+            "run with --config"
         )
     words = [word for path in files for word in ("--config", path)]
     run = yaml.safe_load(resolve([*words, *options]))
@@ -89,13 +89,13 @@ def look_at(given: Any, options: Sequence[str], look: Callable[[Trained], None])
         ) from error
     if not looking.has_looked:
         raise ConfigurationError(
-            "the data have no validation examples, and a search uses no test data: hold some out, e.g. "
-            "by -- --data.init_args.source.init_args.val_fraction 0.1"
+            "data: a search needs validation examples, but there are none: hold some out, e.g. with -- "
+            "--data.init_args.source.init_args.val_fraction 0.1"
         )
 
 
 class _Looking(Callback):
-    """Calls a function with the supernet when ``validate`` has loaded it and is about to begin."""
+    """Calls a function with the loaded supernet at the start of ``validate``."""
 
     unprotected: str | None = None
 
@@ -127,13 +127,14 @@ class _Looking(Callback):
 def _check_module(module: LightningModule) -> None:
     if not isinstance(module, OneShot | Supernet):
         raise ConfigurationError(
-            "model: a search scores sub-networks of a trained fl_lightning.nas.OneShot or Supernet, got "
+            "model must be a trained fl_lightning.nas.OneShot or Supernet, whose sub-networks are scored, got "
             f"{type(module).__name__}"
         )
     broken = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
     if broken:
         raise ConfigurationError(
-            f"ckpt_path: the training of this supernet has failed: {broken[0]} is not finite"
+            f"ckpt_path: the weight {broken[0]} of the supernet is not finite, so its training has failed: give "
+            "another checkpoint"
         )
 
 
@@ -157,18 +158,18 @@ def _validation_batches(trainer: Trainer) -> Iterator[Any]:
 def _check_options(given: Any) -> None:
     if given.ckpt_path is None:
         raise ConfigurationError(
-            "--config names a model, and a search scores a trained one: give --ckpt_path as well"
+            "ckpt_path: a search with --config needs the trained supernet: give --ckpt_path as well"
         )
     defaults = parser_of("search").get_defaults()
     said = [name for name in _NOT_GIVEN if given[name] != defaults[name]]
     if said:
         raise ConfigurationError(
-            f"{said[0]}: with --ckpt_path it is the configuration's: leave it out"
+            f"{said[0]}: with --ckpt_path, the supernet's configuration sets it: leave --{said[0]} out"
         )
     if given.score not in (None, "accuracy"):
         raise ConfigurationError(
-            f"score {given.score} needs untrained networks: leave out --ckpt_path and --config. For the accuracy "
-            "of the trained supernet's sub-networks, leave out --score instead"
+            f"score: {given.score} needs untrained networks: leave out --ckpt_path and --config; or leave out "
+            "--score, to score the sub-networks of the trained supernet by their accuracy"
         )
 
 
