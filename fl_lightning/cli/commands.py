@@ -14,9 +14,11 @@ from io import StringIO
 from typing import Any
 
 import yaml
+from jsonargparse import dict_to_namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType
 
+from fl_lightning.cli.checks import check_values
 from fl_lightning.cli.errors import Parser, explain
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.cli.help import COMMANDS
@@ -76,10 +78,10 @@ def _run(words: Any) -> None:
 
 
 def resolve(words: Sequence[str]) -> str:
-    """Return the complete configuration of a fit, as YAML, without running it.
+    """Return the complete configuration of a fit, as YAML, and check it as far as possible without a run.
 
     Raises:
-        ConfigurationError: if the parser refuses an option, or the federation refuses its options together.
+        ConfigurationError: if an option is refused, or the federation refuses its options together.
     """
     said, refused = StringIO(), StringIO()
     try:
@@ -90,10 +92,13 @@ def resolve(words: Sequence[str]) -> str:
             sentence = refused.getvalue().strip().removeprefix("fl-lightning: ")
             raise ConfigurationError(sentence) from None
     text = said.getvalue()
-    block = Parser(exit_on_error=False)
+    configuration = yaml.safe_load(text)
+    check_values(dict_to_namespace(configuration))
+    block = Parser(
+        exit_on_error=False
+    )  # of the federation alone, because data and model take long to build
     block.add_argument("--federation", type=Federation | None)
-    found = block.parse_object({"federation": yaml.safe_load(text).get("federation")})
-    block.instantiate(found)
+    block.instantiate(block.parse_object({"federation": configuration.get("federation")}))
     return text
 
 

@@ -1,7 +1,7 @@
-"""A message of the parser as one sentence: path, value, allowed values, a suggestion.
+"""Rewrites a message of jsonargparse as one sentence: path, allowed values, given value, a suggestion.
 
-jsonargparse has a parser for each class in a configuration. The innermost one, which has the wrong option,
-makes the sentence from the option's type; each parser around it writes its own option ahead of the path:
+jsonargparse has a parser for each class in a configuration. The innermost parser, which has the wrong option, makes
+the sentence from the option's type. Each parser around it puts its own option ahead of the path:
 
     fraction must be a number or null, got abc                                     parser of UniformCohort
     cohort.init_args.fraction must be a number or null, got abc                    parser of Federation
@@ -35,17 +35,16 @@ BARE = (Federation, Attackers)
 # classes whose options are those of a block
 _BLOCKS = {Federation: "federation.", FederatedDataModule: "data."}
 
-# options of the parser itself, which nobody misspells
+# options of the parser itself, which are not suggested
 _UNLISTED = ("help", "print_shtab", "==SUPPRESS==")
-# around a sentence in the messages of outer parsers; the first one stands ahead of each path, too
+# marks around a sentence, by which outer parsers find it; the first is also ahead of every other path in it
 _PATH, _END = "\x02", "\x03"
-# where the whole path, which only the outermost parser knows, tells which help lists the classes
+# mark that the outermost parser, which knows the whole path, replaces by the command that lists the classes
 _LISTED = "\x04"
 _SENTENCE = re.compile(f"{_PATH}[^{_END}]*{_END}")
 _OPTION = re.compile(r'Parser key "([^"]+)"')
 _VALUE = re.compile(
-    r"(?:Given value: |Got value: |Expected a dot import path string: |Unexpected import path format: |"
-    r"Import path )(.*?)(?= does not correspond|$)",
+    r"(?:Given value: |Got value: |Expected a dot import path string: |Unexpected import path format: )(.*)$",
     re.MULTILINE,
 )
 _NUMBER = re.compile(
@@ -58,11 +57,11 @@ _UNKNOWN = re.compile(
     r"(?:Group '(?P<group>[^']+)' does not accept option|Subcommand '\w+' does not accept option|Option) "
     r"'(?P<option>[^']+)'"
 )
-_REQUIRED = re.compile(r"the following arguments are required: (.*)|Key \"([\w.]+)\" is required")
+_REQUIRED = re.compile(r"the following arguments are required: (.*)")
 _NO_NAME = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _NO_BLOCK = re.compile(r'Parser key "(.+?)": Unable to load config "(.*?)"')
-# the options of a class: null, for one, if all lines below their name are comments
+# init_args that are no mapping, e.g. null if all lines below init_args are comments
 _NO_OPTIONS = re.compile(
     r"\W*(?:Namespace\()?class_path\W+[\w.]+\W+init_args['\"]?[=:](?! ?(?:\{|Namespace)) ?(.*)[})]"
 )
@@ -85,21 +84,21 @@ _YAML_WORDS: Mapping[Any, str] = {
 
 
 def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
-    """Return a parser's message as one sentence, which begins with the path of the option.
+    """Rewrite a parser's message as one sentence, which begins with the path of the option.
 
     Args:
-        message: the message.
-        parser: the parser.
+        message: message of jsonargparse.
+        parser: parser that reports the error.
         owner: class whose options the parser has; None for the parser of a command line.
     """
     option = _OPTION.match(message)
     key = "" if option is None else option[1]
     inner = _SENTENCE.findall(message)
-    if inner:  # of a parser inside this one, or already of this one
+    if inner:  # from a parser inside this one, or from this one before
         deepest: str = max(inner, key=lambda told: told.partition(" ")[0].count("."))
         number = _failing_entry(_given(message))[0]
         return deepest.replace(_PATH, f"{_path_to(owner)}{key}{number}.") if key else deepest
-    if block := _IN_BLOCK.match(message):  # a block as one text, with a wrong option inside
+    if block := _IN_BLOCK.match(message):  # a block in one word, with a wrong option inside
         message, key = block[1], block[2]
     if block := _NO_BLOCK.search(message):
         return f"{block[1]} must be a mapping of options, got {block[2]}{_END}"
@@ -115,7 +114,7 @@ def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
 
 
 def without_marks(told: str) -> str:
-    """Return a sentence without the marks of parsers, to be shown."""
+    """Remove the parsers' marks from a sentence, so that it can be printed."""
     told = told.replace(_PATH, "").replace(_END, "")
     return shortened(told.replace(_LISTED, where_listed(told.partition(" ")[0])))
 
@@ -125,7 +124,7 @@ def _path_to(owner: Any) -> str:
 
 
 def _actions(parser: Any) -> list[Any]:
-    """Return the actions of a parser and of its subcommands' parsers, without those that print help."""
+    """Return the options (argparse's actions) of a parser and its subcommands, without those that print help."""
     inner = parser._subcommands_action.choices.values() if parser._subcommands_action else ()
     every = [action for one in (parser, *inner) for action in one._actions]
     return [each for each in every if each.dest.rpartition(".")[2] not in _UNLISTED]
@@ -139,17 +138,17 @@ def _of_name(message: str, parser: Any, owner: Any, options: Sequence[str]) -> s
         name = f"{match['group']}.{name}" if match["group"] else name
         given = f", got {match['value']}" if match["value"] else ""
         advice = close_to(name, options)
-        if owner is Optimizer:  # the base of all: no class was named
-            advice = "Say of which class it is: class_path: torch.optim.SGD, …"
+        if owner is Optimizer:  # the base class, because no class was given
+            advice = "Give the optimizer's class: class_path: torch.optim.SGD, …"
         return f"{at}{name}: {name!r} is not accepted{by}{given}. {advice}"
     if match := _REQUIRED.search(message):
-        names = (match[1] or match[2]).split(", ")
+        names = match[1].split(", ")
         outer, _, inner = names[0].rpartition(".")
-        if outer and owner:  # another value than a mapping reads the same to the parser
+        if outer and owner:  # the parser gives this message also for values that are no mapping
             shape = f"{outer.rpartition('.')[2]}: {{{inner}: …}}"
             return f"{at}{outer} must be a mapping with {inner}: write {shape}"
         commands = parser._subcommands_action.choices if parser._subcommands_action else ()
-        if outer in commands:  # whose options have no path
+        if outer in commands:  # a subcommand is not a part of the path
             names = [name.removeprefix(f"{outer}.") for name in names]
         paths_of = ", ".join(f"{at}{name}" for name in names)
         if len(names) > 1:
@@ -168,14 +167,14 @@ def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
     if match := _NO_NAME.search(message):
         return f"{path}: {no_such_class(match[1], match[2])} {_LISTED}"
     if match := _NO_MODULE.search(message):
-        told = f"there is no module {match[1]!r}: it needs to be installed or spelt otherwise"
+        told = f"there is no module {match[1]!r}: install it, or correct its name"
         return f"{path}: {told}. {_LISTED}"
     if match := _NO_FILE.search(message):
         return f"{path}: {match[1].lower()}{match[2]}. See --help for the options."
     if hint is None:
         return ""
     if nested := _NESTED.fullmatch(given or ""):
-        told = f"got {nested[2]}, but no class: give {key} one first"
+        told = f"got {nested[2]}, but {key} has no class yet: give {key} a class first"
         return f"{path}.{nested[1]}: {told}. {_LISTED}"
     if options := _NO_OPTIONS.fullmatch(given or ""):
         shown = "null" if options[1] == "None" else options[1]
@@ -185,16 +184,16 @@ def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
 
 
 def _given(message: str) -> str | None:
-    """Return the value that a message shows, None if it shows none."""
+    """Return the given value, as a message shows it; None if it does not."""
     whole = [value.partition(". Got value: ")[0] for value in _VALUE.findall(message)]
     shown = [*_NUMBER.findall(message), *whole]
     return shown[-1] if shown else None
 
 
 def _failing_entry(given: str | None) -> tuple[str, str]:
-    """Return the index, such as ``[2]``, and the text of the entry that the parser refuses in a list of classes.
+    """Return the index, such as ``[2]``, and the text of the first entry that the parser refuses in a list.
 
-    The parser has converted the entries ahead of it to namespaces by then. Both are empty for other values.
+    The parser has already converted the entries ahead of it to namespaces. Both are empty for other values.
     """
     parts, depth = [""], 0
     for mark in given[1:-1] if given and given.startswith("[") else "":
@@ -210,7 +209,7 @@ def _failing_entry(given: str | None) -> tuple[str, str]:
 
 
 def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
-    """Return the end of a sentence: the allowed values of an option, the given one, and how to give a class.
+    """Return the end of a sentence: the allowed values, the given value, and how to give a class.
 
     Args:
         name: name of the option, with its block.
@@ -221,7 +220,7 @@ def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
     kinds = sorted(alternatives(hint), key=lambda kind: kind is type(None))
     plain = [kind for kind in kinds if _is_plain(kind)]
     is_foreign = owner is not None and not owner.__module__.startswith("fl_lightning.")
-    if is_foreign and {*plain} - {type(None)}:  # a number rather than a tensor, for one
+    if is_foreign and {*plain} - {type(None)}:  # in YAML, e.g. a number and not a tensor
         kinds = plain
     words = " or ".join(dict.fromkeys(in_words(kind, _YAML_WORDS) for kind in kinds))
     spec = _CLASS_PATH.search(given or "")
@@ -234,10 +233,8 @@ def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
     told = words if given is None else f"{words}, got {shown or 'an empty text'}"
     if kinds == plain:
         return told
-    if is_foreign:  # which means others by the name
-        return (
-            f"{told}. Give the class that {owner.__name__} takes with its module: my_module.MyClass"
-        )
+    if is_foreign:  # its classes are not those of this package
+        return f"{told}. Give a class that {owner.__name__} accepts, with its module: my_module.MyClass"
     how = "Give a class by class_path, and its options by init_args"
     if spec and "." not in shown:
         how = f"A class needs its whole path here, my_module.{shown}"
@@ -246,7 +243,7 @@ def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether values of a type are written in the YAML without a class."""
+    """Return whether values of a type are written in YAML without a class."""
     if inner := entries(kind):
         return all(map(_is_plain, alternatives(inner[0])))
     plain = get_origin(kind) or kind
@@ -254,7 +251,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _close_class(option: str, kinds: Sequence[Any], given: str) -> str:
-    """Suggest a class of this package, or a callback of Lightning, whose name is like that of a value."""
+    """Return a suggestion: a class of this package, or a callback of Lightning, with a name like the given one."""
     block, _, name = option.partition(".")
     known = dict(paths(block, name))
     if not known:
@@ -266,6 +263,6 @@ def _close_class(option: str, kinds: Sequence[Any], given: str) -> str:
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return a text on one line; of a long text the middle is left out."""
+    """Return a text on one line, without the middle if it is long."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most // 2]} … {line[-most // 2 :]}"

@@ -70,6 +70,9 @@ class FlatShards(Sequence[Tensor]):
     def of(shards: Sequence[Any]) -> FlatShards:
         """Convert a sequence of index arrays; `FlatShards` are returned unchanged.
 
+        Raises:
+            ConfigurationError: if an array does not have whole numbers.
+
         Example:
             >>> FlatShards.of([np.array([4, 0]), np.array([2])]).indices.tolist()
             [4, 0, 2]
@@ -78,7 +81,16 @@ class FlatShards(Sequence[Tensor]):
             return shards
         sizes = np.fromiter((len(shard) for shard in shards), np.int64, len(shards))
         indices = np.concatenate(shards) if len(shards) else np.empty(0)
-        return FlatShards(indices.astype(np.int64, copy=False), sizes)
+        whole = indices.astype(np.int64, copy=False)
+        kind = (
+            indices.dtype.kind
+        )  # an empty list among the arrays makes them floating-point numbers
+        if kind not in "iu" and not (kind == "f" and np.array_equal(whole, indices)):
+            raise ConfigurationError(
+                f"shards must be indices of examples, whole numbers, got {indices.dtype}: for a mask, use "
+                "numpy.flatnonzero"
+            )
+        return FlatShards(whole, sizes)
 
     def __len__(self) -> int:
         return len(self.num_examples)

@@ -168,6 +168,9 @@ class Experiment:
         ]
 
 
+_LARGEST_SEED = 2**32 - 1  # of seed_everything
+
+
 def read_seeds(seeds: list[int] | int | str) -> list[int]:
     """Convert seeds, given as a list, a number, or numbers separated by commas, to a list of integers.
 
@@ -182,10 +185,10 @@ def read_seeds(seeds: list[int] | int | str) -> list[int]:
     given = [*given] if isinstance(given, Iterable) else [given]
     # a truth value is no number, though Python counts it as one, and 1.5 is no seed 1
     texts = [str(seed).strip() if type(seed) is not bool else "" for seed in given]
-    found = [int(text) for text in texts if text.isdecimal()]
+    found = [int(text) for text in texts if text.isdecimal() and int(text) <= _LARGEST_SEED]
     if not found or len(set(found)) < len(given):
         raise ConfigurationError(
-            f"seeds must be different whole numbers of at least 0, as [0, 1, 2] or 0,1,2, got {seeds}"
+            f"seeds must be different whole numbers from 0 to {_LARGEST_SEED}, as [0, 1, 2] or 0,1,2, got {seeds}"
         )
     return found
 

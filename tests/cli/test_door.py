@@ -356,7 +356,7 @@ CLASS = "Give a class by class_path, and its options by init_args."
         (
             ["--federation.cohort.fraction=0.5"],
             (
-                "federation.cohort.fraction: got 0.5, but no class: give cohort one first. "
+                "federation.cohort.fraction: got 0.5, but cohort has no class yet: give cohort a class first. "
                 "--federation.cohort.help lists the classes."
             ),
         ),

@@ -52,6 +52,14 @@ class TestIsLikeAList:
         assert flat.num_examples.tolist() == [len(one) for one in shards]
         assert FlatShards.of(flat) is flat
 
+    def test_of_whole_numbers_alone(self):
+        assert FlatShards.of([np.array([2, 1]), []])[0].tolist() == [2, 1]
+        for wrong in ([True, False], [0.5], ["0"]):
+            with pytest.raises(
+                ConfigurationError, match="must be indices of examples, whole numbers"
+            ):
+                FlatShards.of([np.array(wrong)])
+
     @given(shards=LISTS, picks=st.lists(st.integers(0, 8), max_size=9))
     def test_of_which_several_are_taken(self, shards, picks):
         clients = [pick for pick in picks if pick < len(shards)]

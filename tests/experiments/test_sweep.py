@@ -202,6 +202,8 @@ def test_processes_of_a_run_stop_together():
         ((), {"base": None}, "a search needs a configuration: give --config"),
         ((), {"space": {}}, "space must name at least one option"),
         ((), {"seeds": [1, 1]}, "seeds must be different whole numbers"),
+        ((), {"seeds": [2**32]}, "seeds must be different whole numbers from 0 to 4294967295"),
+        (("--", "--trainer.check_val_every_n_epoch=0"), {}, "n_epoch must be at least 1, got 0"),
         (("--trials", "0"), {}, "trials must be a whole number"),
         (("--sampler", "tep"), {}, "sampler must be one of 'tpe', 'random', 'grid'"),
         (("--storage", "mysqk://x/y"), {}, "storage: mysqk://x/y"),

@@ -135,7 +135,7 @@ def test_keys_that_sites_have_made_stay_with_them(tmp_path, monkeypatch, capsys)
 NO_HALVES = {
     "a/key": "keys: a/key is not valid: it contains no options, which are written as name: value. A site ",
     "nowhere": "keys: nowhere cannot be read: No such file or directory. A site makes one",
-    "a/a.public --sites a": "either --sites, their names, or --public_keys",
+    "a/a.public --sites a": "either --sites, the names of the sites, or --public_keys",
 }
 
 

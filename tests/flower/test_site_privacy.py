@@ -177,7 +177,7 @@ def audit_of(sites):
 
 HEAVY = {
     "local steps of federation.local_epochs": {"federation__local_epochs": 10**9},
-    "more than most_parameters": {"model__init_args__network_kwargs__embed_dim": 10**6},
+    "too many parameters": {"model__init_args__network_kwargs__embed_dim": 10**6},
 }
 
 

@@ -21,7 +21,7 @@ from fl_lightning.flower.transport.resident import raising_at_signals
 from fl_lightning.reports.screen import markdown
 
 _say = partial(print, flush=True)
-# options that may be given several times, which the parser cannot tell from a function
+# options that may be given several times, which the parser cannot derive from a function's arguments
 _SEVERAL = {
     "config": ("A YAML file of the run, as for fit; may be repeated, later files win.", True),
     "host": ("A further host name of the server; may be repeated.", False),
@@ -80,7 +80,7 @@ def init(
 
     if (sites is None) == (public_keys is None):
         raise ConfigurationError(
-            "init: give either --sites, their names, or --public_keys, their files"
+            "init: give either --sites, the names of the sites, or --public_keys, the files of their public keys"
         )
     told = [PublicKeys.read(Path(file)) for file in (public_keys or "").split(",") if file]
     names = sites or ",".join(one.site for one in told)
@@ -202,7 +202,7 @@ def run(
 
 
 def _own_modules(configuration: str) -> list[str]:
-    """Return the modules of the current folder whose classes the sites have to import."""
+    """Return the modules in the current folder that the sites need, because the configuration names their classes."""
     from fl_lightning.flower.layers import shared_part
 
     shared = yaml.safe_dump(shared_part(yaml.safe_load(configuration)))

@@ -1,4 +1,4 @@
-"""The command ``network demo``: trains a configuration over a network on this machine, and compares a simulation."""
+"""The command ``network demo``: trains over a network on this machine, and compares with a simulation."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Say = Callable[[str], None]
 def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: Say) -> None:
     """Train over a server and sites in real processes, simulate the same run, and compare the weights bit by bit.
 
-    Encrypted sums have fresh noise in every run, which training amplifies: then the largest difference of
-    the weights is printed. With ``secure_noise`` nothing is simulated, since its noise cannot be repeated.
-    All processes run in the current folder, so they find its modules and data; their files are written
+    Encrypted sums have fresh noise in every run, which training amplifies: the largest difference of the weights
+    is printed instead. With ``secure_noise`` nothing is simulated, because its noise cannot be repeated. All
+    processes run in the current folder, so that they find its modules and data; their files are written
     elsewhere. The sites allow the classes that the configuration names.
 
     Args:
@@ -51,14 +51,17 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
         say: function that prints a line.
 
     Raises:
-        ConfigurationError: if the configuration has no ``federation`` block, or names a place on the disk
-            of a site outside ``data``.
+        ConfigurationError: if the configuration has no ``federation`` block, or names a path on a site's
+            disk outside ``data``.
         RoundFailure: if the run fails, or its weights differ from the simulation's.
     """
     text = resolve([*words, f"--trainer.max_epochs={rounds}", "--trainer.devices=1"])
     config: dict[str, Any] = yaml.safe_load(text)
     if not config.get("federation"):
-        raise ConfigurationError("config: it has no federation block, see configs/quickstart.yaml")
+        raise ConfigurationError(
+            "config: a network needs a federation block, and the configuration has none: see "
+            "configs/quickstart.yaml"
+        )
     config["federation"]["engine"] = "sequential"  # as sites train
     settings = site_settings(config)
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
@@ -101,19 +104,19 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
 
 
 def site_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return settings for ``site.yaml`` of a demo, whose sites belong to the author of the configuration.
+    """Return settings for ``site.yaml`` of the demo's sites, which trust the configuration.
 
-    The sites allow all classes that the configuration names, and follow ``secure_noise: false``, as a
+    The sites allow all classes that the configuration names, and accept ``secure_noise: false``, as a
     simulation does.
 
     Raises:
-        ConfigurationError: if the configuration names a place on the disk of a site.
+        ConfigurationError: if the configuration names a path on a site's disk.
     """
     return {"seeded_noise": True, "classes": named(shared_part(config))}
 
 
 def written_to(folder: Path, config: dict[str, Any]) -> str:
-    """Return a configuration as YAML, in which loggers and callbacks write below a folder."""
+    """Return a configuration as YAML, in which loggers and callbacks write into a folder."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, list):
@@ -132,7 +135,7 @@ def written_to(folder: Path, config: dict[str, Any]) -> str:
 
 @contextmanager
 def _with_refusals(running: Demo, say: Say) -> Iterator[None]:
-    """If the run fails, show from the sites' logs why they refused orders."""
+    """If the run fails within this context, print the reasons for which sites refused orders, from their logs."""
     try:
         yield
     except RoundFailure:
@@ -146,7 +149,7 @@ def _with_refusals(running: Demo, say: Say) -> Iterator[None]:
 
 
 def _recorded(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the configuration of a simulation that repeats the order in which updates arrived over the network."""
+    """Return the configuration of a simulation in which updates arrive in the order of the run over the network."""
     [file] = folder.rglob(FILE)
     devices = {
         "class_path": "fl_lightning.client.RecordedArrivals",
@@ -160,21 +163,21 @@ def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]
     count = config["data"]["init_args"].get("num_clients")
     if not count or count < len(names):
         raise ConfigurationError(
-            f"data.num_clients must be at least {len(names)}, one for each site, got {count}"
+            f"data.num_clients must be at least {len(names)}, one client per site, got {count}"
         )
     parts = np.array_split(np.arange(count), len(names))
     return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
 
 
 def _own_layer(config: dict[str, Any]) -> str:
-    """Return a site's own configuration; in a demo all sites read the same data, and use different clients."""
+    """Return a site's own configuration; in a demo, all sites have the same data but different clients."""
     trainer = {n: config["trainer"].get(n) for n in ("accelerator", "precision")}
     return yaml.safe_dump({"data": config["data"], "trainer": trainer}, sort_keys=False)
 
 
 @contextmanager
 def _simulating(folder: Path, config: dict[str, Any]) -> Iterator[Callable[[], None]]:
-    """Simulate a configuration in a child process; yields a function that waits for the end of the process."""
+    """Simulate a configuration in a child process, and yield a function that waits for the end of the process."""
     file = folder / "run.yaml"
     file.write_text(written_to(folder, config))
     command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file}"]
@@ -187,7 +190,7 @@ def _simulating(folder: Path, config: dict[str, Any]) -> Iterator[Callable[[], N
 
     def end() -> None:
         if process.wait():
-            said = log.read_text().strip().splitlines() or ["without a word"]
+            said = log.read_text().strip().splitlines() or ["without a message"]
             raise RoundFailure(f"the simulation failed: {said[-1]}")
 
     try:
@@ -198,10 +201,12 @@ def _simulating(folder: Path, config: dict[str, Any]) -> Iterator[Callable[[], N
 
 
 def _apart(folder: Path) -> dict[str, float]:
-    """Return the largest difference of each tensor between the two last checkpoints; 0 if bit-identical."""
+    """Return each tensor's largest difference between the checkpoints of both runs; 0 if bit-identical."""
     found = [sorted((folder / part).rglob("last.ckpt")) for part in ("network", "simulation")]
     if not all(found):
-        raise RoundFailure("a run has written no checkpoint")
+        raise RoundFailure(
+            "one of the two runs has written no checkpoint, so they cannot be compared"
+        )
     one, other = (torch.load(f[-1], map_location="cpu", weights_only=False) for f in found)
     theirs = other["state_dict"]
     return {name: _distance(ours, theirs.get(name)) for name, ours in one["state_dict"].items()}

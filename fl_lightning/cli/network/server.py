@@ -68,7 +68,7 @@ def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> No
 
 
 class OverSites:
-    """A run whose clients train at sites, from the first message to the sites to the last one.
+    """Connects a run to the sites that train its clients: greets the sites, and stops them at the end.
 
     Args:
         configuration: configuration of the run, as YAML; sites get it as well.
@@ -82,7 +82,7 @@ class OverSites:
         self._stops: dict[str, Order] = {}
 
     def begin(self, trainer: Trainer, data: Any, model: Any, checkpoint: Any) -> DataElsewhere:
-        """Greet the sites, connect the federation to them, and return a stand-in for their data.
+        """Greet the sites, connect the federation to them, and return a data module that stands for their data.
 
         Args:
             trainer: Trainer of the fit that is about to begin.
@@ -132,7 +132,7 @@ class OverSites:
         return elsewhere
 
     def end(self) -> None:
-        """Send all sites the order to stop, upon which they delete the run's state."""
+        """Order all sites to stop, after which they delete the run's state."""
         self._correspondence.forget_posted()
         for _ in self._correspondence.ask(self._stops):
             pass
@@ -189,7 +189,7 @@ def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, mode
 
 
 def _hold_limits(told: Mapping[str, SiteFacts], model: Any) -> None:
-    """Make a model know the largest sub-networks that sites train.
+    """Set the largest sub-networks that clients can train in the model, by the limits of their sites.
 
     Raises:
         ConfigurationError: naming a site whose limit is no sub-network of the model.
@@ -200,7 +200,9 @@ def _hold_limits(told: Mapping[str, SiteFacts], model: Any) -> None:
         try:
             largest = model.space.parse(facts.largest)
         except (ConfigurationError, AttributeError) as error:
-            raise ConfigurationError(f"site {site}: its largest sub-network: {error}") from None
+            raise ConfigurationError(
+                f"site {site}: its largest sub-network {facts.largest} is none of this model: {error}"
+            ) from None
         model.most_of_clients |= dict.fromkeys(facts.clients, largest)
 
 
@@ -212,14 +214,14 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
     """
     if scaled := sorted(site for site, facts in told.items() if facts.precision == SCALED):
         raise ConfigurationError(
-            f"sites that train in precision {SCALED}: {', '.join(scaled)}. All clients share its loss "
-            "scale, which sites do not exchange: set bf16-mixed or 32-true in their own.yaml"
+            f"precision {SCALED} cannot be used over a network, because sites do not share its loss scale: set "
+            f"trainer.precision to bf16-mixed or 32-true in own.yaml of {', '.join(scaled)}"
         )
     for site, facts in told.items():
         if facts.precision != ours:
             rank_zero_warn(
-                f"site {site} trains in precision {facts.precision}, this configuration says {ours}: precision is a "
-                "site's own, set in its own.yaml"
+                f"site {site} trains in precision {facts.precision}, not in {ours} as this configuration says: each "
+                "site sets its precision in its own.yaml"
             )
 
 
@@ -233,4 +235,6 @@ def _run_of(checkpoint: Any) -> str:
     for callback in state["callbacks"].values():
         if isinstance(callback, dict) and "sites" in callback.get("stages", ()):
             return str(callback["stages"]["sites"]["run"])
-    raise ConfigurationError(f"{checkpoint}: it is not of a run over a network")
+    raise ConfigurationError(
+        f"resume: {checkpoint} was not written by a run over a network: give a checkpoint of such a run"
+    )

@@ -41,7 +41,7 @@ from fl_lightning.nas.sub_networks.capability import affordable
 from fl_lightning.sparsity.heads import OneExchange
 from fl_lightning.sparsity.masks.mask import Mask
 
-# switches off what only the server's Trainer does
+# options that switch off what only the server's Trainer does
 _SITE_WORDS = (
     "--trainer.logger=false",
     "--trainer.enable_checkpointing=false",
@@ -55,7 +55,7 @@ _SITE_WORDS = (
 
 
 class _LimitedTensors(TorchDispatchMode):
-    """Raises before a tensor is allocated if all tensors so far would have more entries than allowed."""
+    """Raises before a tensor is allocated if all tensors together would have more entries than allowed."""
 
     def __init__(self, most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,15 +68,15 @@ class _LimitedTensors(TorchDispatchMode):
             self._made += max((_numbers(each, name) for each in args), default=0)
             if self._made > self._most:
                 self.refused = Refused(
-                    f"the model has more than most_parameters {self._most} of site.yaml, when it makes a "
-                    f"tensor by {name}{tuple(args)}"
+                    f"the model has too many parameters (most_parameters of site.yaml: {self._most}) when it "
+                    f"creates a tensor by {name}{tuple(args)}"
                 )
                 raise self.refused
         return func(*args, **(kwargs or {}))
 
 
 def _numbers(argument: Any, name: str) -> int:
-    """Return how many entries a tensor has that a function of torch creates from an argument."""
+    """Return the number of entries of the tensor that a function of PyTorch creates from an argument."""
     if isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument):
         return math.prod(argument)
     is_length = name in ("arange", "linspace", "eye") and isinstance(argument, (int, float))
@@ -180,7 +180,7 @@ def _sizes_at(shards: FlatShards, places: Mapping[int, int]) -> dict[int, int]:
 
 
 class SiteCalibration:
-    """Computes scores for a mask, or sums for a linear head, as orders ask for.
+    """Computes what the calibration of a mask needs of a site's clients: scores, or sums for a linear head.
 
     Args:
         calibration: the configuration's calibration.
