@@ -81,11 +81,11 @@ class FlatShards(Sequence[Tensor]):
             return shards
         sizes = np.fromiter((len(shard) for shard in shards), np.int64, len(shards))
         indices = np.concatenate(shards) if len(shards) else np.empty(0)
-        whole = indices.astype(np.int64, copy=False)
         kind = (
             indices.dtype.kind
         )  # an empty list among the arrays makes them floating-point numbers
-        if kind not in "iu" and not (kind == "f" and np.array_equal(whole, indices)):
+        whole = indices.astype(np.int64, copy=False) if kind in "iuf" else None
+        if whole is None or (kind == "f" and not np.array_equal(whole, indices)):
             raise ConfigurationError(
                 f"shards must be indices of examples, whole numbers, got {indices.dtype}: for a mask, use "
                 "numpy.flatnonzero"

@@ -70,7 +70,7 @@ def test_the_next_command_can_be_pasted_into_a_shell(capsys):
         (["search", *SMALL, "--images", "nowhere"], "images: there is no folder nowhere"),
         (
             ["search", *SMALL, "--images", ".", "--score", "params"],
-            "by --score params does not see",
+            "by --score params does not use",
         ),
         (
             ["search", *SMALL, "--table", "t.csv", "--score", "snip"],
@@ -85,9 +85,12 @@ def test_the_next_command_can_be_pasted_into_a_shell(capsys):
             ["latency", *SPACE, "--out", "/proc/x.json"],
             "out: /proc/x.json cannot be written",
         ),
-        (["search", "--space", "small_vit", "--cells", "2"], "not made of cells"),
+        (["search", "--space", "small_vit", "--cells", "2"], "small_vit is not a space of cells"),
         (["latency", *SPACE, "--out", "no/x.json"], "there is no folder no"),
-        (["latency", *SPACE, "--out", "x.json", "--device", "quantum"], "there is no 'quantum'"),
+        (
+            ["latency", *SPACE, "--out", "x.json", "--device", "quantum"],
+            "device must be cpu, cuda or cuda:1, got 'quantum'",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_a_sentence(words, says, capsys):

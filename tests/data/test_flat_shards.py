@@ -54,7 +54,7 @@ class TestIsLikeAList:
 
     def test_of_whole_numbers_alone(self):
         assert FlatShards.of([np.array([2, 1]), []])[0].tolist() == [2, 1]
-        for wrong in ([True, False], [0.5], ["0"]):
+        for wrong in ([True, False], [0.5], ["a"]):
             with pytest.raises(
                 ConfigurationError, match="must be indices of examples, whole numbers"
             ):

@@ -51,8 +51,11 @@ REFUSED = [
     ),
     ({"variants": {"a b": {}, "a/b": {}}}, "differ as folders.*a_b"),
     ({"variants": {"first": {}}}, "none named 'first'"),
-    ({"grid": {"variant": {"a": {}}, "seed": {"b": {}}}}, "of the results: seed, variant"),
-    ({"grid": {"bytes up": {"a": {}}, "best round": {"b": {}}}}, "results: best round, bytes up"),
+    ({"grid": {"variant": {"a": {}}, "seed": {"b": {}}}}, "of the results, got seed, variant"),
+    (
+        {"grid": {"bytes up": {"a": {}}, "best round": {"b": {}}}},
+        "results, got best round, bytes up",
+    ),
 ]
 
 

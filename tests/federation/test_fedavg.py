@@ -178,7 +178,7 @@ def test_the_weights_of_updates_leave_steps_of_several_batches_alone():
     ("column", "options", "message"),
     [
         ([0.5] * 60, {}, "one whole number ≥ 0 per example, got float64"),
-        ([-1] + [1] * 59, {}, "from -1"),
+        ([-1] + [1] * 59, {}, "minimum -1"),
         ([0] * 60, {}, "client 0 sum to 0"),
         ([1] * 59, {}, "has 60 examples, got 59 values"),
         ([2000] * 60, {"aggregator": SecureMean(clip=1.0)}, "set its max_examples to"),
