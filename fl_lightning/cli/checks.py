@@ -6,7 +6,6 @@ would end some rounds later with a division by zero. Classes of this package che
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from jsonargparse import Namespace, dict_to_namespace
@@ -84,11 +84,11 @@ def check_values(configuration: Any) -> None:
     ]
     for path, spec in specs(configuration):
         checks += _checks_of_class(path, spec)
-    seed = configuration.get("seed_everything")
+    seed, folder = configuration.get("seed_everything"), trainer.get("default_root_dir") or "."
     raise_together(
         partial(_check_number, "seed_everything", seed, f"from 0 to {2**32 - 1}", ", or false"),
         lambda: _check_time(trainer.get("max_time")),
-        lambda: _check_folder(trainer.get("default_root_dir")),
+        lambda: check_writable("trainer.default_root_dir", Path(folder), is_folder=True),
         *checks,
     )
 
@@ -106,13 +106,28 @@ def _check_time(value: Any) -> None:
     )
 
 
-def _check_folder(value: Any) -> None:
-    folder = Path(value or ".")
-    nearest = next((path for path in (folder, *folder.parents) if path.exists()), Path())
-    if not nearest.is_dir() or nearest.is_relative_to("/proc") or not os.access(nearest, os.W_OK):
-        raise ConfigurationError(
-            f"trainer.default_root_dir must be a folder that can be written to, got {value}"
-        )
+def check_writable(option: str, path: Path, *, is_folder: bool = False) -> None:
+    """Raise ConfigurationError if a file or folder cannot be written, without writing it.
+
+    Args:
+        option: name of the option, for the message.
+        path: path of the file or folder; folders above it may be missing.
+        is_folder: whether the path is that of a folder.
+    """
+    folder, reason = path if is_folder else path.parent, None
+    nearest = next(one for one in (folder, *folder.parents) if one.exists())
+    if path.is_dir() and not is_folder:
+        reason = "it is a folder"
+    elif not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    else:
+        try:
+            with TemporaryDirectory(dir=nearest):
+                pass
+        except OSError as error:
+            reason = error.strerror
+    if reason is not None:
+        raise ConfigurationError(f"{option}: {path} cannot be written: {reason}")
 
 
 def _check_number(what: str, value: Any, allowed: str, advice: str = "") -> None:

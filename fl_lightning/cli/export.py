@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule
 
-from fl_lightning.cli.latency import check_writable
+from fl_lightning.cli.checks import check_writable
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation import CONFIG, check_checkpoint, run_of
 
@@ -40,11 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def export(given: Any) -> None:
-    """Run the command with its parsed options.
-
-    Raises:
-        ConfigurationError: if an option is refused.
-    """
+    """Run the command with its parsed options."""
     targets = {name: Path(given[name]) for name in _WRITERS if given[name] is not None}
     if not targets:
         raise ConfigurationError(

@@ -219,9 +219,8 @@ class FederatedCLI(LightningCLI):
             set_folder(options, self._run)
         take_what_was_started(options)
         if options["enable_model_summary"] is None:
-            options["enable_model_summary"] = (
-                False  # the overview has a line, the log file the layers
-            )
+            # the overview has a line about the model, the log file its layers
+            options["enable_model_summary"] = False
         if federation is not None:
             options["callbacks"].append(federation)
             self._choose_processes(options, federation)

@@ -1,18 +1,18 @@
 """The command ``fl-lightning latency``: measures the latency of a search space's networks on this device.
 
-The options that name the networks, and the check that a result can be saved, also serve ``search``.
+The options that name the networks also serve ``search``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
+from fl_lightning.cli.checks import check_writable
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.cost.latency_measurement import TimingPlan, measure_latency
@@ -47,11 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def latency(given: Any) -> None:
-    """Run the command with its parsed options.
-
-    Raises:
-        ConfigurationError: if an option is refused.
-    """
+    """Run the command with its parsed options."""
     networks = networks_of(given)
     out = Path(given.out)
     if not out.parent.is_dir():
@@ -166,27 +162,3 @@ def networks_of(given: Any) -> Networks:
     if given.num_threads is not None:
         torch.set_num_threads(given.num_threads)
     return Networks(space, int(given.side), options)
-
-
-def check_writable(option: str, path: Path, *, is_folder: bool = False) -> None:
-    """Raise ConfigurationError if a file or folder cannot be written, without writing it.
-
-    Args:
-        option: name of the option, for the message.
-        path: path of the file or folder; folders above it may be missing.
-        is_folder: whether the path is that of a folder.
-    """
-    folder, reason = path if is_folder else path.parent, None
-    nearest = next(one for one in (folder, *folder.parents) if one.exists())
-    if path.is_dir() and not is_folder:
-        reason = "it is a folder"
-    elif not nearest.is_dir():
-        reason = f"{nearest} is a file"
-    else:
-        try:
-            with TemporaryDirectory(dir=nearest):
-                pass
-        except OSError as error:
-            reason = error.strerror
-    if reason is not None:
-        raise ConfigurationError(f"{option}: {path} cannot be written: {reason}")

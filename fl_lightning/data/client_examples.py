@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.data.shards import FlatShards
 
@@ -47,7 +47,7 @@ class ExampleTransform(Protocol):
 
 @final
 @dataclass(frozen=True)
-class QuarterTurns:
+class QuarterTurns(Ranged):
     """Rotates the images of client c by c mod ``num_groups`` right angles, counterclockwise.
 
     Inputs are images (n, …, H, W).
@@ -65,10 +65,9 @@ class QuarterTurns:
                  [1, 3]]])
     """
 
-    num_groups: int = 4
+    ranges: ClassVar[dict[str, str]] = {"num_groups": "from 1 to 4"}
 
-    def __post_init__(self) -> None:
-        check_range("QuarterTurns: num_groups", self.num_groups, "from 1 to 4")
+    num_groups: int = 4
 
     def apply(
         self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
@@ -85,7 +84,7 @@ class QuarterTurns:
 
 @final
 @dataclass(frozen=True)
-class LabelPermutation:
+class LabelPermutation(Ranged):
     """Permutes class numbers, differently for each group of clients; group 0 keeps them.
 
     Client c is in group c mod ``num_groups``.
@@ -104,13 +103,11 @@ class LabelPermutation:
         tensor([3, 1, 0, 2])
     """
 
+    ranges: ClassVar[dict[str, str]] = {"num_classes": "at least 2", "num_groups": "at least 1"}
+
     num_classes: int
     num_groups: int = 2
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_range("LabelPermutation: num_classes", self.num_classes, "at least 2")
-        check_range("LabelPermutation: num_groups", self.num_groups, "at least 1")
 
     def apply(
         self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
@@ -140,9 +137,12 @@ class Poison(Protocol):
         """Return changed inputs (m, …) and labels (m,), without changing the arguments."""
 
 
+_SHARE = "in [0, 1]: it is the part of an attacker's examples that is changed"
+
+
 @final
 @dataclass(frozen=True)
-class LabelFlip:
+class LabelFlip(Ranged):
     """Replaces each label y of C classes by C - 1 - y.
 
     Args:
@@ -157,12 +157,10 @@ class LabelFlip:
         tensor([9, 2])
     """
 
+    ranges: ClassVar[dict[str, str]] = {"num_classes": "at least 2", "share": _SHARE}
+
     num_classes: int
     share: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_share(self, self.share)
-        check_range("LabelFlip: num_classes", self.num_classes, "at least 2")
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs unchanged, and the flipped labels."""
@@ -172,7 +170,7 @@ class LabelFlip:
 
 @final
 @dataclass(frozen=True)
-class Trigger:
+class Trigger(Ranged):
     """Adds a patch to the lower right corner of images and labels them as one class (a backdoor).
 
     Args:
@@ -190,16 +188,17 @@ class Trigger:
         ([[[[0.0, 0.0], [0.0, 1.0]]]], [0.0])
     """
 
+    ranges: ClassVar[dict[str, str]] = {
+        "target": "at least 0: it is a class",
+        "size": "at least 1 pixel",
+        "value": "a finite number",
+        "share": _SHARE,
+    }
+
     target: int
     size: int = 3
     value: float = 1.0
     share: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check_share(self, self.share)
-        check_range("Trigger: size", self.size, "at least 1 pixel")
-        check_range("Trigger: target", self.target, "at least 0", ": it is a class")
-        check_range("Trigger: value", self.value, "a finite number")
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images with the patch, and the target class as labels."""
@@ -231,17 +230,8 @@ def _check_labels(labels: Tensor, num_classes: int | None, rule: str) -> None:
         )
 
 
-def _check_share(poison: object, share: float) -> None:
-    advice = ": it is the part of an attacker's examples that is changed"
-    check_range(f"{type(poison).__name__}: share", share, "in [0, 1]", advice)
-
-
 def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
-    """Client that owns each example, shape (N,); -1 if none does.
-
-    Args:
-        shards: shards of training, validation and test.
-        num_examples: N.
+    """Client that owns each of N examples, shape (N,); -1 if none does.
 
     Raises:
         ConfigurationError: if an example belongs to two clients.
@@ -332,12 +322,7 @@ def changed_reader(
 
 
 def transforms_of(transforms: Sequence[ExampleTransform], seed: int) -> Change:
-    """Chain several example transforms into one function, which applies them in order.
-
-    Args:
-        transforms: the transforms.
-        seed: seed of the data module.
-    """
+    """Chain example transforms into one function, which applies them in order, seeded by the data module's seed."""
 
     def change(
         inputs: Tensor, labels: Tensor, client: int, indices: Tensor

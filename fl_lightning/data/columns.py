@@ -25,14 +25,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
-from typing import Any, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged
 
 # the command line tries these types in turn; in Python also an array or tensor
 Column: TypeAlias = str | list[Any] | Callable[[Any], Any]
@@ -185,7 +185,7 @@ _MOST_WORDS = 20_000  # the most frequent ones; a topic has a number for each
 
 @final
 @dataclass(frozen=True)
-class Topics:
+class Topics(Ranged):
     """Groups texts by topic (k-means on TF-IDF vectors); the topics can be labels or owners of examples.
 
         topic of d = argmin_k ‖x_d - c_k‖²,    x_d = v_d / ‖v_d‖
@@ -213,12 +213,11 @@ class Topics:
         True
     """
 
+    ranges: ClassVar[dict[str, str]] = {"num_topics": "at least 2"}
+
     text: str
     num_topics: int
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_range("Topics: num_topics", self.num_topics, "at least 2")
 
     def __call__(self, dataset: Dataset[Any]) -> npt.NDArray[np.int64]:
         """Return the topic of each example, int64 of shape (N,)."""
@@ -322,12 +321,8 @@ def classes_of(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Number classes in the order of sorted labels; return every example's class and the classes' sizes.
 
-    Args:
-        labels: shape (N,).
-        rule: name of the partition, for errors.
-
     Raises:
-        ConfigurationError: if labels are real numbers.
+        ConfigurationError: if labels are real numbers; ``rule`` is the name of the partition that needs classes.
 
     Example:
         >>> classes_of(np.array(["cat", "ant", "cat"]), "LabelShards")
@@ -349,12 +344,8 @@ def quantile_bins(labels: npt.NDArray[Any], bins: int) -> npt.NDArray[np.int64]:
 
     A number at an edge, which is a quantile, is in the upper bin.
 
-    Args:
-        labels: shape (N,).
-        bins: number of bins, ≥ 2.
-
     Raises:
-        ConfigurationError: if labels are no finite numbers.
+        ConfigurationError: if labels are not finite numbers of shape (N,).
 
     Example:
         >>> quantile_bins(np.array([0.3, 9.0, 0.1, 1.5]), 2)

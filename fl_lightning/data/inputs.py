@@ -14,14 +14,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.modules import sent
 
 MAX_EXAMPLES_READ = 1024  # examples read at a time, for statistics
@@ -68,14 +67,12 @@ class Reshape:
         return self._reshaped
 
     def _reshaped(self, inputs: Tensor) -> Tensor:
-        size, sample = prod(self.shape), inputs[0].numel() if len(inputs) else 0
-        fits = size == sample if size > 0 else sample % -size == 0
-        if len(inputs) and not fits:
+        try:
+            return inputs.reshape(len(inputs), *self.shape)
+        except RuntimeError as error:
             raise ConfigurationError(
-                f"Reshape: an input of shape {tuple(inputs.shape[1:])} has {sample} numbers, which do not fit "
-                f"into shape {self.shape}"
-            )
-        return inputs.reshape(len(inputs), *self.shape)
+                f"Reshape: an input of shape {tuple(inputs.shape[1:])} does not fit into shape {self.shape}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class Normalize:
 
 
 @dataclass(frozen=True)
-class FederatedNormalize:
+class FederatedNormalize(Ranged):
     """Shifts and scales inputs by mean and standard deviation of all clients' training inputs.
 
     Statistics are per feature if inputs are vectors, else per channel (the first dimension of an
@@ -125,10 +122,9 @@ class FederatedNormalize:
         tensor([[0.]])
     """
 
-    eps: float = 1e-8
+    ranges: ClassVar[dict[str, str]] = {"eps": "at least 0 and finite"}
 
-    def __post_init__(self) -> None:
-        check_range("FederatedNormalize: eps", self.eps, "at least 0 and finite")
+    eps: float = 1e-8
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
         """Return the function that normalises."""

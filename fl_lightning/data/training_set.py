@@ -160,12 +160,7 @@ class TrainingSet:
 
 
 def check_loader(loader: Any, method: str) -> None:
-    """Raise ConfigurationError if a loader's examples cannot be divided and read by index.
-
-    Args:
-        loader: result of a data module's ``train_dataloader``.
-        method: name of the method, for errors.
-    """
+    """Raise ConfigurationError if the examples of a loader, returned by a method, cannot be divided by index."""
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) and not isinstance(loader, Dataset):
         raise ConfigurationError(
             f"{method} must return one DataLoader over a map-style data set, got several "

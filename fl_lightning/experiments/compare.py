@@ -65,13 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> None:
-    """Run the command; end the process with code 1 if a run failed.
-
-    Args:
-        given: the parsed options of the command.
-        options: words after ``--``, which are added to the command line of every run.
-        resolve: function that returns the complete configuration of a run.
-        fit: function that trains a run.
+    """Run the command, with ``options`` added to every run; end the process with code 1 if a run failed.
 
     Raises:
         ConfigurationError: before any run starts, if an option or a configuration is refused.

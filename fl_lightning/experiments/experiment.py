@@ -233,11 +233,7 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """Return the runs of an experiment: first runs ahead, then the variants, seed by seed.
 
-    Args:
-        experiment: the experiment.
-        out: folder of the experiment.
-        options: further words of every run's command line, which override the experiment's file.
-        resolve: function that returns the complete configuration of a run.
+    The ``options``, words of every run's command line, override the experiment's file.
 
     Raises:
         ConfigurationError: naming the variant whose configuration is invalid.

@@ -67,7 +67,12 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
     logged = curves(run.folder)
     num_rounds = max(logged.pop("epoch"), default=0)
     over = [experiment.over] if experiment.over is not None else []
-    _require([*experiment.report, *over], logged)
+    for name in (*experiment.report, *over):
+        if name not in logged:
+            raise ConfigurationError(
+                f"report: the runs have not logged {name!r}. {close_to(name, sorted(logged))} Change report "
+                "and run compare again: finished runs are not repeated."
+            )
     reported = {name: logged[name] for name in experiment.report}
     columns = {name: _last(curve) for name, curve in reported.items()}
     monitored = logged.get(experiment.monitor, {})
@@ -224,12 +229,3 @@ def _cell(column: str, mean: float, std: float) -> str:
 
 def _last(curve: Curve) -> float:
     return curve[max(curve)]
-
-
-def _require(names: Sequence[str], logged: Mapping[str, Curve]) -> None:
-    for name in names:
-        if name not in logged:
-            raise ConfigurationError(
-                f"report: the runs have not logged {name!r}. {close_to(name, sorted(logged))} Change "
-                "report and run compare again: finished runs are not repeated."
-            )

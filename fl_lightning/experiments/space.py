@@ -53,9 +53,6 @@ class Parameter:
     def grid(self, path: str) -> list[Any]:
         """Return the values that a grid takes from this parameter; of choices, their names.
 
-        Args:
-            path: path of the option, for errors.
-
         Raises:
             ConfigurationError: if there are more than 10,000 values, or the range has neither step nor points.
 

@@ -229,13 +229,7 @@ def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
 def cells(
     table: DataFrame, metric: str, names: Mapping[str, str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table of trials, as text.
-
-    Args:
-        table: rows of `trials_table`.
-        metric: name of the metric.
-        names: short names of the options by path, one column per option.
-    """
+    """Return the header and the rows of a `trials_table` as text, with short names of the options by path."""
     rows = [
         [
             str(row["trial"]),
@@ -299,13 +293,7 @@ def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str,
 
 
 def draw_trials(out: Path, study: optuna.Study, metric: str) -> None:
-    """Draw the values of complete trials, in order and over each option, into PNG and SVG files.
-
-    Args:
-        out: folder of the files ``trials`` and ``options``.
-        study: study with at least one complete trial.
-        metric: name of the metric.
-    """
+    """Draw the metric of complete trials in order, and over each option, into the files ``trials`` and ``options``."""
     done = _points(study, TrialState.COMPLETE)
     values = [value for _, value in done]
     texts = [f"trial {trial.number}: {value:.4g}" for trial, value in done]
@@ -349,15 +337,7 @@ def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, f
 def trial_line(
     trial: FrozenTrial, done: int, budget: int, reason: str | None, *, is_best: bool
 ) -> str:
-    """Return the line that is printed when a trial has ended.
-
-    Args:
-        trial: the trial.
-        done: number of complete and stopped trials.
-        budget: number of trials of the search.
-        reason: reason why the trial was stopped; None if it is complete.
-        is_best: whether it is the best trial so far.
-    """
+    """Return the line that is printed when a trial has ended; ``reason`` tells why it was stopped, None if it was not."""
     seconds = f"{float(trial.user_attrs.get('seconds', 0)):.0f} s"
     value = f"{trial.value:.4f}" if reason is None and trial.value is not None else reason
     mark = ", best so far" if is_best else ""

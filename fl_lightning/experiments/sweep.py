@@ -75,13 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def sweep(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> None:
-    """Run the command; end the process with code 1 if trials fail.
-
-    Args:
-        given: the parsed options of the command.
-        options: words after ``--``, which are added to the command line of every run.
-        resolve: function that returns the complete configuration of a run.
-        fit: function that trains a run.
+    """Run the command, with ``options`` added to every run; end the process with code 1 if trials fail.
 
     Raises:
         ConfigurationError: before any trial starts, if an option or a configuration is refused.
@@ -114,8 +108,7 @@ def _introduce(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
     rounds = f"{plan.num_rounds} rounds" if plan.num_rounds > 0 else "rounds without a limit"
     seeds = f", {len(plan.seeds)} seeds" if len(plan.seeds) > 1 else ""
     before = f", {done} done before" if done else ""
-    pruner = f"stopped early by {search.pruner}"
-    pruner = "none is stopped early" if search.pruner == "none" else pruner
+    pruner = "without pruning" if search.pruner == "none" else f"pruned by {search.pruner}"
     print(f"search: {total} trials of {rounds}{seeds}{before}: {search.sampler}, {pruner}")
     print(f"metric: {search.metric}, {search.mode}, of the {search.value} round")
     print(f"folder: {out}", flush=True)

@@ -190,13 +190,6 @@ def plan_search(
 ) -> Plan:
     """Read the configuration, and check that it accepts the ends of every range and every choice.
 
-    Args:
-        search: options of the search.
-        configs: further files of the configuration.
-        options: further words of every run's command line.
-        out: folder of the search.
-        resolve: function that returns the complete configuration of a run.
-
     Raises:
         ConfigurationError: if the configuration, or a value of the space, is invalid.
     """

@@ -42,11 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def network(given: Any, *, options: Sequence[str]) -> None:
-    """Run a subcommand of ``network``.
-
-    Raises:
-        ConfigurationError: if an option is refused.
-    """
+    """Run a subcommand of ``network`` with its parsed options."""
     try:
         import flwr.app  # noqa: F401
     except ImportError:

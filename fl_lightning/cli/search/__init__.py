@@ -16,12 +16,8 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
-from fl_lightning.cli.latency import (
-    add_networks,
-    check_writable,
-    networks_of,
-    show_progress,
-)
+from fl_lightning.cli.checks import check_writable
+from fl_lightning.cli.latency import add_networks, networks_of, show_progress
 from fl_lightning.cli.search.trained import Trained, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
@@ -127,15 +123,7 @@ def _add_list(group: Any, *names: str, text: str) -> None:
 
 
 def search(given: Any, *, options: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        given: the parsed options of the command.
-        options: words after ``--``, options of a supernet's configuration.
-
-    Raises:
-        ConfigurationError: if an option is refused.
-    """
+    """Run the command with its parsed options, and words after ``--``: options of a supernet's configuration."""
     check_seed("search", given.seed)
     if given.config or given.ckpt_path is not None:
         look_at(given, options, partial(_search_trained, given))
@@ -156,7 +144,7 @@ def search(given: Any, *, options: Sequence[str]) -> None:
         check_writable("sweep", sweep)
         if sweep.exists():
             raise ConfigurationError(f"sweep: {sweep} exists: name another file, or remove it")
-        write_sweep(sweep, networks.space, retraining_of(networks), given.seed)
+        write_sweep(sweep, networks.space, partial(retraining, networks=networks), given.seed)
         words = data_words(networks, given.images)
         print(
             _next(
@@ -164,7 +152,8 @@ def search(given: Any, *, options: Sequence[str]) -> None:
             )
         )
         return
-    _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
+    configuration = partial(retraining, networks=networks)
+    _search(given, networks, partial(_objective, given, networks), configuration)
 
 
 def _check_sources(given: Any) -> None:
@@ -189,14 +178,9 @@ def _check_sources(given: Any) -> None:
 
 def _search_trained(given: Any, trained: Trained) -> None:
     given.score = "accuracy"
-    networks = trained.networks
-    options = {"weights": trained.weights, "run": trained.run}
-    _search(given, networks, lambda costs: trained.score, retraining_of(networks, **options))
-
-
-def retraining_of(networks: Networks, **options: Any) -> Retraining:
-    """Return the function from an architecture to the configuration that trains it."""
-    return partial(retraining, networks=networks, **options)
+    options = {"networks": trained.networks, "weights": trained.weights, "run": trained.run}
+    configuration = partial(retraining, **options)
+    _search(given, trained.networks, lambda costs: trained.score, configuration)
 
 
 def _search(

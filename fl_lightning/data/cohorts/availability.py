@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.cohorts.cohort import Cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
@@ -37,7 +37,7 @@ class Availability(Protocol):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Stretches:
+class Stretches(Ranged):
     """Every client is available, or unavailable, for a number of rounds in a row.
 
     Args:
@@ -49,12 +49,10 @@ class Stretches:
         array([ True, False, False,  True, False])
     """
 
+    ranges: ClassVar[dict[str, str]] = {"fraction": "in (0, 1]", "length": "at least 1"}
+
     fraction: float = 0.5
     length: int = 10
-
-    def __post_init__(self) -> None:
-        check_range("Stretches: fraction", self.fraction, "in (0, 1]")
-        check_range("Stretches: length", self.length, "at least 1")
 
     def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
         """Return True for available clients, bool of shape (num_clients,)."""
@@ -71,7 +69,7 @@ class Stretches:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Diurnal:
+class Diurnal(Ranged):
     """A client's probability of being available follows the time of day.
 
     Args:
@@ -87,17 +85,19 @@ class Diurnal:
         [509, 1000, 498, 0]
     """
 
+    ranges: ClassVar[dict[str, str]] = {
+        "mean": "in (0, 1]",
+        "period": "greater than 0 rounds and finite",
+        "spread": "in [0, 1]",
+    }
+
     mean: float = 0.5
     amplitude: float = 0.4
     period: float = 24.0
     spread: float = 0.0
 
     def __post_init__(self) -> None:
-        raise_together(
-            lambda: check_range("Diurnal: mean", self.mean, "in (0, 1]"),
-            lambda: check_range("Diurnal: period", self.period, "greater than 0 rounds and finite"),
-            lambda: check_range("Diurnal: spread", self.spread, "in [0, 1]"),
-        )
+        super().__post_init__()
         room = min(self.mean, 1 - self.mean)
         if not 0 <= self.amplitude <= room + 1e-12:  # rounding
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.population import ClientIds, Population
@@ -62,7 +62,7 @@ class Cohort(ABC):
     """
 
     is_nominal: ClassVar[bool] = (
-        True  # only subclasses are cohorts, not objects with the same methods
+        True  # only subclasses are cohorts, no other objects with these methods
     )
     is_uniform: ClassVar[bool] = False
     is_fixed_in_advance: ClassVar[bool] = False
@@ -129,13 +129,11 @@ def _position(cls: type, name: str) -> int:
     return next(number for number, base in enumerate(cls.__mro__) if name in vars(base))
 
 
-_FRACTION = (
-    ": it is the share of all clients that is sampled in a round. Use size for a number of clients."
-)
+_FRACTION = "in (0, 1]: it is the share of all clients in a round. Use size for a number of clients"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizedCohort(Cohort):
+class SizedCohort(Ranged, Cohort):
     """Base of cohorts with a fixed number of clients.
 
     Args:
@@ -146,6 +144,11 @@ class SizedCohort(Cohort):
     """
 
     has_fixed_size: ClassVar[bool] = True
+    ranges: ClassVar[dict[str, str]] = {
+        "fraction": _FRACTION,
+        "size": "at least 1 client",
+        "min_size": "at least 1 client",
+    }
 
     fraction: float | None = None
     size: int | None = None
@@ -153,14 +156,12 @@ class SizedCohort(Cohort):
     max_size: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.fraction is None) == (self.size is None):
             raise ConfigurationError(
                 f"{type(self).__name__} needs either fraction or size, got fraction={self.fraction} and "
                 f"size={self.size}: give one of them, and null for the other"
             )
-        check_range("fraction", self.fraction, "in (0, 1]", _FRACTION)
-        check_range("size", self.size, "at least 1 client")
-        check_range("min_size", self.min_size, "at least 1 client")
         if self.max_size is not None and self.max_size < (self.size or self.min_size):
             raise ConfigurationError(
                 f"max_size must be at least size and min_size, {self.size or self.min_size}, got "
@@ -228,7 +229,7 @@ class UniformCohort(SizedCohort):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PoissonCohort(Cohort):
+class PoissonCohort(Ranged, Cohort):
     """Samples each client independently with the same probability, so that the cohort's size varies.
 
     The usual privacy amplification theorems assume this sampling.
@@ -246,13 +247,10 @@ class PoissonCohort(Cohort):
     """
 
     is_fixed_in_advance: ClassVar[bool] = True
+    ranges: ClassVar[dict[str, str]] = {"fraction": "in (0, 1]", "min_size": "at least 0"}
 
     fraction: float
     min_size: int = 0
-
-    def __post_init__(self) -> None:
-        check_range("fraction", self.fraction, "in (0, 1]", _FRACTION)
-        check_range("min_size", self.min_size, "at least 0")
 
     @property
     def coin(self) -> float:

@@ -44,14 +44,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal, final
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, check_range, raise_together
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import NEVER, ClientIds, Numbers, Population
@@ -82,12 +81,10 @@ class BySizeCohort(SizedCohort):
 class LossCohort(SizedCohort):
     """Base of cohorts drawn by loss, last known or fresh (of the `candidates`, on the current model)."""
 
+    ranges: ClassVar[dict[str, str]] = {"loss_batches": "at least 1 batch"}
+
     losses: Losses = "last_known"
     loss_batches: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("loss_batches", self.loss_batches, "at least 1 batch")
 
     @property
     @override
@@ -119,12 +116,11 @@ class ByLossCohort(LossCohort):
         [1]
     """
 
-    temperature: float = 1.0
+    ranges: ClassVar[dict[str, str]] = {
+        "temperature": "greater than 0 and finite: use UniformCohort for equal probabilities"
+    }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        advice = ": use UniformCohort for equal probabilities"
-        check_range("temperature", self.temperature, "greater than 0 and finite", advice)
+    temperature: float = 1.0
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
@@ -161,13 +157,10 @@ class PowerOfChoiceCohort(LossCohort):
         [1, 3]
     """
 
+    ranges: ClassVar[dict[str, str]] = {"num_candidates": "at least 1"}
+
     num_candidates: int
     losses: Losses = "fresh"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        advice = ": from the cohort's size to the number of clients"
-        check_range("num_candidates", self.num_candidates, "at least 1", advice)
 
     def expected_size(self, num_clients: int) -> int:
         """Return the number of clients in every round."""
@@ -312,6 +305,13 @@ class OortCohort(SizedCohort):
         [1, 3]
     """
 
+    ranges: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("exploration", "min_exploration"), "in [0, 1]"),
+        **dict.fromkeys(("exploration_decay", "duration_quantile"), "in (0, 1]"),
+        **dict.fromkeys(("cut_off", "clip_quantile"), "in (0, 1]"),
+        "slowness": "at least 0 and finite",
+    }
+
     exploration: float = 0.9
     exploration_decay: float = 0.98
     min_exploration: float = 0.2
@@ -319,19 +319,6 @@ class OortCohort(SizedCohort):
     duration_quantile: float = 0.3
     cut_off: float = 0.95
     clip_quantile: float = 0.95
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        allowed = {"exploration": "in [0, 1]", "min_exploration": "in [0, 1]"}
-        allowed |= {"exploration_decay": "in (0, 1]", "duration_quantile": "in (0, 1]"}
-        allowed |= {"cut_off": "in (0, 1]", "clip_quantile": "in (0, 1]"}
-        allowed |= {"slowness": "at least 0 and finite"}
-        raise_together(
-            *(
-                partial(check_range, f"OortCohort: {name}", getattr(self, name), rule)
-                for name, rule in allowed.items()
-            )
-        )
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""

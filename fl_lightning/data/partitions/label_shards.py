@@ -29,13 +29,13 @@ here: a shard is the set of all examples of a client.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix, hstack
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import classes_of
 from fl_lightning.data.partitions.partition import (
@@ -51,7 +51,7 @@ MAX_GRAPHS = 16  # nearly always the first or second allows equal sizes
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LabelShards(Partition):
+class LabelShards(Ranged, Partition):
     """Every client has exactly ``classes_per_client`` classes; all clients are equally large.
 
     The number of clients of a class is proportional to its size; a random bipartite graph assigns
@@ -69,10 +69,9 @@ class LabelShards(Partition):
         [(10, 2), (10, 2), (10, 2), (10, 2)]
     """
 
-    classes_per_client: int
+    ranges: ClassVar[dict[str, str]] = {"classes_per_client": "at least 1"}
 
-    def __post_init__(self) -> None:
-        check_range("classes_per_client", self.classes_per_client, "at least 1")
+    classes_per_client: int
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the positions of the examples of each client."""
@@ -223,7 +222,7 @@ def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class McMahanShards(Partition):
+class McMahanShards(Ranged, Partition):
     """Gives every client some pieces of the examples sorted by label (McMahan et al.).
 
     The sorted examples are cut into equal pieces, which are distributed at random. A client has few classes, but no fixed number: a piece may contain two classes, and two pieces may
@@ -239,10 +238,9 @@ class McMahanShards(Partition):
         ({60}, 2)
     """
 
-    shards_per_client: int = 2
+    ranges: ClassVar[dict[str, str]] = {"shards_per_client": "at least 1"}
 
-    def __post_init__(self) -> None:
-        check_range("shards_per_client", self.shards_per_client, "at least 1")
+    shards_per_client: int = 2
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the positions of the examples of each client."""

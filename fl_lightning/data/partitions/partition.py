@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError, check_range
+from fl_lightning.core.errors import ConfigurationError, Ranged, check_range
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.columns import Column, name_of
 from fl_lightning.data.shards import FlatShards
@@ -289,7 +289,7 @@ class DirichletSizes(Partition):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class PowerLawSizes(Partition):
+class PowerLawSizes(Ranged, Partition):
     """Clients whose sizes fall as a power of their rank, drawn at random; examples at random.
 
     Args:
@@ -304,14 +304,13 @@ class PowerLawSizes(Partition):
     """
 
     uses_labels: ClassVar[bool] = False
+    ranges: ClassVar[dict[str, str]] = {
+        "exponent": "at least 0 and finite: 0 means equal sizes",
+        "min_examples": "at least 1",
+    }
 
     exponent: float
     min_examples: int = 1
-
-    def __post_init__(self) -> None:
-        advice = ": 0 means equal sizes"
-        check_range("exponent", self.exponent, "at least 0 and finite", advice)
-        check_range("min_examples", self.min_examples, "at least 1")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the positions of the examples of each client."""

@@ -323,14 +323,7 @@ class FEMNIST(Source):
                     images.append(pixels.mul(255).round().to(torch.uint8))
                     labels += examples["y"]
                     writers += [writer] * len(pixels)
-            except (
-                OSError,
-                ValueError,
-                TypeError,
-                KeyError,
-                AttributeError,
-                RuntimeError,
-            ) as error:
+            except Exception as error:  # of any other content
                 raise ConfigurationError(f"FEMNIST: {file} is no file of LEAF: {error}") from error
         if not images:
             return None
