@@ -162,13 +162,24 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
             _check_short(path, name)
 
 
-def _values(words: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the path and the value of each option in a command line, and whether it surely names a class."""
+def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name, with its dashes, and the value of each option in a command line.
+
+    Example:
+        >>> list(options_of(["fit", "-c", "a.yaml", "--seed_everything=1"]))
+        [('-c', 'a.yaml'), ('--seed_everything', '1')]
+    """
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one, value = word.partition("=")
-        if name.startswith("--"):
-            path = name.removeprefix("--").removesuffix(".class_path").rstrip("+")
-            yield path, value if is_one else following, name.endswith(".class_path")
+        if name.startswith("-"):
+            yield name, value if is_one else following
+
+
+def _values(words: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Yield the path and the value of each option in a command line, and whether it surely names a class."""
+    for name, value in options_of(words):
+        path = name.lstrip("-").removesuffix(".class_path").rstrip("+")
+        yield path, value, name.endswith(".class_path")
 
 
 def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str, bool]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.cli.names import expanded
+from fl_lightning.cli.names import expanded, options_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.yaml_files import MOST_DIGITS, check_text, load
 
@@ -21,11 +21,9 @@ _FILES = ("--config", "-c", "--search", "-s")
 
 def files_of(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yield the options of a command line that name configuration files, and the files' paths, without pipes."""
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        name, is_one, value = word.partition("=")
-        path = Path(value if is_one else following)
-        if name in _FILES and path.is_file():  # a pipe can be read only once
-            yield name, path
+    for name, value in options_of(words):
+        if name in _FILES and Path(value).is_file():  # a pipe can be read only once
+            yield name, Path(value)
 
 
 def check_word(word: str) -> None:
