@@ -163,7 +163,7 @@ MOST_WHOLE_CLASSES = 100  # more distinct integers may be quantities
 
 @dataclass(frozen=True)
 class Targets:
-    """Whether a column of targets has classes or real numbers, and which classes.
+    """Interpretation of a column of targets: as classes, with their values, or as real numbers.
 
     Attributes:
         name: name of the column, for errors.
