@@ -414,7 +414,7 @@ class TestAStage:
     @pytest.mark.parametrize("key", ["server", "updates", "mine"])
     def test_a_key_that_is_taken_is_refused(self, key):
         kind = type("Keeps", (Stage,), {"key": key})
-        with pytest.raises(ConfigurationError, match=f"the key '{key}' of Keeps is taken"):
+        with pytest.raises(ConfigurationError, match=f"the key '{key}' of Keeps is already used"):
             run(stages=[kind(), kind()])
 
     def test_privacy_is_refused_unless_the_stage_says_why_not(self):

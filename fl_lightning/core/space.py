@@ -114,14 +114,10 @@ class Space:
 
     @classmethod
     def of_buffers(cls, module: nn.Module, without: Collection[str] = ()) -> Space:
-        """Return the space of floating-point and complex buffers, e.g. batch norm's running statistics.
+        """Return the space of floating-point and complex buffers (e.g. running statistics), but for some names.
 
         Integer buffers (batch norm's ``num_batches_tracked``) are not averaged: a client starts
         from the server's value, which does not change.
-
-        Args:
-            module: the module.
-            without: names of buffers to leave out.
         """
         named = dict(module.named_buffers())
         floating = {n: b for n, b in named.items() if b.is_floating_point() or b.is_complex()}

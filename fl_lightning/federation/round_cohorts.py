@@ -59,7 +59,6 @@ class RoundCohorts:
         num_clients: expected number of clients per round.
         population: the clients to draw from, with their losses and durations of past rounds.
         seed: root seed of the draws; `PrivateRounds.enter` sets a secret where sampling amplifies privacy.
-        fewest: as given.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort

@@ -40,8 +40,6 @@ class Run:
         memory_bytes: most bytes of client states to keep in RAM.
 
     Attributes:
-        trainer: as given.
-        cohorts: as given.
         module: the module that clients train.
         data: the data module with the clients' shards.
         optimizers: the clients' optimizers.

@@ -125,6 +125,13 @@ class TestAttackers:
         assert chosen == Attackers(fraction=0.3, seed=1).choose(20)
         assert chosen != Attackers(fraction=0.3, seed=2).choose(20)
 
+    def test_a_fraction_of_no_client_is_refused(self):
+        assert Attackers(fraction=0.0).choose(20) == []
+        with pytest.raises(
+            ConfigurationError, match="0.02 of 20 clients is less than one attacker"
+        ):
+            Attackers(fraction=0.02).choose(20)
+
     def test_some_are_spared(self):
         assert Attackers(fraction=0.5, spared=[0, 1], seed=0).choose(4) == [2, 3]
         with pytest.raises(ConfigurationError, match="3 of 4 clients are to attack, but only 2"):

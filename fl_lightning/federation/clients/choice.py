@@ -63,12 +63,7 @@ LEAST_BY_SLOTS, LEAST_BY_SPEEDUP = 1.1, 1.03
 
 
 class EngineChooser:
-    """Chooses the engine of a run, once.
-
-    Args:
-        run: the run.
-        asked: the options of the federation.
-        stages: the run's stages, which may need one client at a time.
+    """Chooses the engine of a run, once, by the federation's options and the stages.
 
     Raises:
         ConfigurationError: if the options name a speedup that does not apply.

@@ -34,11 +34,6 @@ from fl_lightning.updates.message import bytes_up
 class FitClients:
     """Trains the clients of one fit.
 
-    Args:
-        run: the run.
-        options: the options of the federation.
-        stages: the run's stages.
-
     Attributes:
         local: the sequential engine.
         plan: draws the work of clients in a round.

@@ -70,7 +70,7 @@ class Attackers(Ranged):
         """Return the sorted ids of the attackers.
 
         Raises:
-            ConfigurationError: if too few clients are left to choose from.
+            ConfigurationError: if a fraction above 0 is less than one client, or more than those not spared.
         """
         unknown = [client for client in self.spared if not 0 <= client < num_clients]
         if unknown:
@@ -79,6 +79,11 @@ class Attackers(Ranged):
             )
         others = np.setdiff1d(np.arange(num_clients), self.spared)
         count = round(self.fraction * num_clients)
+        if self.fraction and not count:
+            raise ConfigurationError(
+                f"federation.attackers: a fraction of {self.fraction} of {num_clients} clients is less than one "
+                "attacker: raise it, or leave attackers out"
+            )
         if count > len(others):
             raise ConfigurationError(
                 f"federation.attackers: {count} of {num_clients} clients are to attack, but only {len(others)} are "

@@ -110,8 +110,8 @@ def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
         name = type(stage).__name__
         if stage.key is not None and stage.key in taken:
             raise ConfigurationError(
-                f"federation.stages: another stage stores its state in checkpoints under the key {stage.key!r} of "
-                f"{name}: give {name} another key"
+                f"federation.stages: the key {stage.key!r} of {name} is already used by another stage in "
+                f"checkpoints: give {name} another key"
             )
         taken.add(stage.key)
         if isinstance(stage, (Corrector, Personaliser)):

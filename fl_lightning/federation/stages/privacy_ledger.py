@@ -78,7 +78,6 @@ class PrivateStage(AroundFit):
     Attributes:
         aggregator: aggregates a round's updates; None if updates are private by themselves.
         draws: draws clients' batches; None for passes over shards.
-        privacy: as given.
         mechanism: the mechanism, with its accounting.
         released: number of rounds that count as released: all up to the last released one.
     """

@@ -122,11 +122,7 @@ class TransformingTransport(Transport):
 
 
 class SecureRounds(Stage):
-    """Checks and byte counts around an aggregator that hides updates.
-
-    Attributes:
-        aggregator: the aggregator.
-    """
+    """Checks and byte counts around an aggregator that hides updates."""
 
     def __init__(self, aggregator: Protected, run: Run) -> None:
         self.aggregator = aggregator

@@ -55,7 +55,6 @@ class LightningStep:
         accumulate: number of batches that a full step accumulates.
 
     Attributes:
-        trainer: the Trainer.
         counts: counters of the client that trains.
         term: changes the client's gradients, such as a correction's term; None for plain gradients.
         contrast: from a batch to a term of the client's loss; None for the plain loss.

@@ -50,7 +50,6 @@ class Visit:
         before: the module's state at the visit's start; None if it will not be restored.
 
     Attributes:
-        module: the module.
         logs: the values that steps logged.
         size: examples in the current or last batch.
     """
