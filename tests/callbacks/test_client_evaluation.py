@@ -230,7 +230,9 @@ def test_a_client_with_one_example_too_few_for_a_metric_is_left_out(tmp_path):
     sizes = QuantitySizes([2, 20, 38])
     data = toy_data(num_clients=3, partition=sizes, client_val_fraction=0.5, batch_size=40)
     trainer = validating_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
-    with pytest.warns(UserWarning, match="client 0 is left out, whose last batch has one example"):
+    with pytest.warns(
+        UserWarning, match="leaves client 0 out, because its last batch has one example"
+    ):
         trainer.validate(Explained(), datamodule=data, verbose=False)
     rows = table(trainer, "validation")
     assert rows.keys() == {1, 2}

@@ -127,9 +127,7 @@ class TestAttackers:
 
     def test_a_fraction_of_no_client_is_refused(self):
         assert Attackers(fraction=0.0).choose(20) == []
-        with pytest.raises(
-            ConfigurationError, match="of 20 clients is less than one attacker"
-        ):
+        with pytest.raises(ConfigurationError, match="of 20 clients is less than one attacker"):
             Attackers(fraction=0.02).choose(20)
 
     def test_some_are_spared(self):

@@ -99,7 +99,7 @@ class EngineChooser:
         Args:
             model: the global model.
             work: the work of the first cohort.
-            alone: trains a client from a model sequentially, without a trace but in the module's metrics.
+            alone: trains a client from a model sequentially, changing nothing but the module and its metrics.
         """
         work = [client for client in work if client.sizes]
         if self.is_chosen or not work:
@@ -199,7 +199,7 @@ class EngineChooser:
         size, num_steps = self._local.space.num_entries, trial.num_steps
         is_gpu = self._trainer.strategy.root_device.type == "cuda"
         if size > (_MOST_ON_GPU if is_gpu else _MOST_PARAMETERS):
-            raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
+            raise CannotStack(f"steps of a model of {size:,} parameters gain nothing from slots")
         if num_steps < LEAST_STEPS:
             what = (
                 "1 local step does" if round(num_steps) == 1 else f"{num_steps:.0f} local steps do"
@@ -227,7 +227,7 @@ class EngineChooser:
         spent = time.perf_counter() - began
         if ratio < LEAST_BY_SLOTS:
             number = engine.stacking.num_slots
-            raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
+            raise CannotStack(f"{number} slots have {ratio:.2f} times the sequential speed")
         why = f"measured at {ratio:.1f} times the sequential speed"
         if engine.stacking.compiled and engine.is_compiled:
             return engine, f"{why}, compiled in {spent:.0f} s"

@@ -79,7 +79,7 @@ class TrainedClient:
 
 
 Result = TrainedClient | ClientFailure
-# Trains a client from a model sequentially, without a trace but in the module.
+# Trains a client from a model sequentially, changing nothing but the module and its metrics.
 TrainAlone = Callable[[ClientWork, GlobalModel], TrainedClient]
 
 

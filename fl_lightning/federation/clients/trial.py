@@ -69,7 +69,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """Trains clients without a trace, to compare engines.
+    """Trains clients to compare engines, and discards the results.
 
     Args:
         trainer: a Trainer, set up for fitting.
@@ -77,7 +77,7 @@ class Trial:
         step: the local step of the sequential engine.
         model: the global model.
         work: the work of clients, with at least a batch each.
-        alone: trains a client from a model sequentially, without a trace but in the module's metrics.
+        alone: trains a client from a model sequentially, changing nothing but the module and its metrics.
     """
 
     trainer: Trainer

@@ -65,16 +65,16 @@ def evaluate_clients(
 ) -> dict[int, dict[str, Tensor]]:
     """Return the metrics that the module logs on each client's examples, on the CPU, by client.
 
-    Torchmetrics objects are reset for every client, and restored in the end. A client is left out, with a
-    warning, if step or metric fails on a last batch of one example.
+    Torchmetrics objects are reset for every client, and restored at the end. If the step or a metric fails on a
+    client's last batch because it has one example, the client is left out with a warning.
 
     Args:
         trainer: the Trainer of the module, which is evaluated in eval mode.
         data: the data module with the clients.
         stage: ``validation`` or ``test``.
-        clients: ids of the clients, all if None; clients without examples are left out.
-        examples: the examples; if None, those that clients hold out for the stage.
-        having: makes a context in which the module holds a client's model; None for the model of the module.
+        clients: ids of the clients, all if None; clients without examples are skipped.
+        examples: the examples of each client; if None, those held out for the stage.
+        having: returns a context in which the module holds a client's model; None for the module's own.
         models: personal models, evaluated as well; their metrics' names begin with ``personal/``. On common
             examples only they are evaluated.
         is_shared: whether each process evaluates its share of the clients; if not, it evaluates all.
@@ -113,9 +113,9 @@ def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[st
             raise
         visit.logs.forget()
         warnings.warn(
-            f"per-client evaluation: client {client} is left out, whose last batch has one example: "
-            f"{type(error).__name__}: {error} Have clients hold out more examples, by larger "
-            "fractions, fewer clients or a partition with min_examples",
+            f"per-client evaluation leaves client {client} out, because its last batch has one example "
+            f"({type(error).__name__}: {error}): let clients hold out more examples, by larger fractions, fewer "
+            "clients or a partition with min_examples",
             stacklevel=2,
         )
         return {}
@@ -158,7 +158,7 @@ def held_out_examples(data: FederatedDataModule, stage: str) -> ClientExamples:
 
 
 def common_test_examples(trainer: Trainer, data: FederatedDataModule) -> ClientExamples:
-    """Return the whole test set, limited by ``limit_test_batches``, for every client that trains.
+    """Return the whole test set, limited by ``limit_test_batches``, as examples of every client with a shard.
 
     Raises:
         ConfigurationError: if the data module has no single `DataLoader` for tests.

@@ -42,7 +42,7 @@ from fl_lightning.federation.visits.steps_by_hand import TermByHand, loss_by_han
 from fl_lightning.federation.visits.visiting import batch_preparation, takes_index
 from fl_lightning.kernels import Forwards, direct_layers
 
-# Sets the gradients of (batch, size, index of the step); returns the loss, or None if it is private.
+# Sets private gradients, given (batch, size, index of the step); returns the loss, or None if it is private.
 PrivateGradients = Callable[[Any, int, int], Tensor | None]
 
 

@@ -44,9 +44,9 @@ class LocalCounts:
         batch: index of the client's current batch, from 0.
         step: index of the client's current local step in the round, from 0.
         is_in_step: whether a local step is running.
-        moved_to: local step of the run to which schedules are being moved; 0 if they are not.
-        reads_rounds: whether a local step has read ``global_step``, which is not logged yet.
-        is_told: whether that has been logged.
+        moved_to: local step of the run to which schedules are being advanced; 0 otherwise.
+        reads_rounds: whether a local step has read ``global_step`` and this has not been logged yet.
+        is_told: whether it has been logged.
     """
 
     planned_steps: int = 0

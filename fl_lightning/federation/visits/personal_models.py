@@ -1,7 +1,7 @@
-"""Evaluation of clients' personal models, one at a time in the module.
+"""Personal models of clients, loaded into the module one at a time, to be evaluated.
 
-Personal tensors come from a fit in this process or a saved state, or from a few local steps on the
-global model.
+Personal tensors come from a fit in this process, from a checkpoint, or from a few local steps on the global
+model (`FineTuned`).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def recalled_models(
     tune = partial(fine_tune, trainer, steps, seed) if steps else None
     if saved and trainer.ckpt_path is None and in_files(saved["memory"]):
         rank_zero_info(
-            "personal models are too large to be brought home from the fit's processes: "
-            "evaluate them with ckpt_path"
+            "personal models are too large to be copied from the processes of the fit: evaluate them from a "
+            "checkpoint, with ckpt_path"
         )
         return None
     if saved:
@@ -176,7 +176,8 @@ def made_optimizer(module: LightningModule) -> Optimizer:
         made = made.get("optimizer") if isinstance(made, Mapping) else made[0]
     if not isinstance(made, Optimizer):
         raise ConfigurationError(
-            f"FineTuned: {type(module).__name__}.configure_optimizers returns no optimizer"
+            f"federation.personal FineTuned needs an optimizer: return one from {type(module).__name__}."
+            "configure_optimizers"
         )
     for group in made.param_groups:  # making a schedule with warm-up has changed the rate
         group["lr"] = group.get("initial_lr", group["lr"])

@@ -1,6 +1,6 @@
 """A correction's gradient term with manual optimization.
 
-    closure, if there is one  →  ∇ ← ∇ + term, on the optimizer's own parameters  →  clip, step
+    closure, if there is one  →  ∇ ← ∇ + term, for the parameters of the optimizer  →  clip, step
 
 The term is added once per step of an optimizer: after its closure and before the hook
 ``on_before_optimizer_step``, as in automatic optimization, or before ``self.clip_gradients``.
@@ -103,7 +103,7 @@ class TermByHand:
             self._of[optimizer].add(self._scale())
 
     def _sample(self, optimizer: Optimizer) -> Tensor | None:
-        """Return a gradient tensor; clipping keeps the tensor, the next backward pass makes another."""
+        """Return one gradient tensor: clipping keeps the same tensor, the next backward pass creates another."""
         params = self._of[optimizer].params
         return params[0].grad if params else None
 
