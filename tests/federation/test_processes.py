@@ -449,9 +449,16 @@ def test_what_a_fit_leaves_behind_comes_home(tmp_path):
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_the_module_comes_home_in_the_precision_of_the_fit(precision):
+    class WithWholeNumbers(ToyModule):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("counts", torch.arange(3, dtype=torch.int16))  # unknown to gloo
+
     options = {"max_epochs": 1, "precision": precision}
     alone, module = (
-        federated(trainer={"devices": devices, **options}, aggregator=Mean(exact=True)).module
+        federated(
+            WithWholeNumbers, trainer={"devices": devices, **options}, aggregator=Mean(exact=True)
+        ).module
         for devices in (1, 2)
     )
     assert module.net[0].weight.dtype == alone.net[0].weight.dtype != torch.float32

@@ -31,6 +31,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metrics import kept_apart, metrics_of
 from fl_lightning.federation.hooks import overrides
 from fl_lightning.federation.processes.fork import ForkLauncher
+from fl_lightning.federation.processes.ranks import Ranks
 
 # Hooks in which modules and callbacks compute values of all examples.
 _ENDS = ("on_validation_epoch_end", "on_test_epoch_end")
@@ -99,10 +100,12 @@ class FederatedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Broadcast weights and buffers of the first process."""
         assert self.model is not None
+        assert self.lightning_module is not None
+        ranks = Ranks(self.lightning_module.trainer)
         with torch.no_grad():
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 first = tensor.detach().contiguous()
-                torch.distributed.broadcast(first, src=0)
+                ranks.broadcast(first, source=0)
                 tensor.copy_(first)
 
     @override
