@@ -209,8 +209,8 @@ class FitRounds:
         if cohorts.fewest > 1 and (num_left_out := cohorts.num_left_out(number)):
             yield (
                 f"round {number + 1}: a cohort of {num_left_out} is too small for "
-                f"{type(options.aggregator).__name__}, which hides updates among those of "
-                f"{cohorts.fewest} clients or more: nobody trains, the model does not change"
+                f"{type(options.aggregator).__name__}, which hides an update among those of {cohorts.fewest} or "
+                "more clients: no client trains, and the model does not change"
             )
         # rates that schedules change from step to step are not known here
         clients = () if self.run.by_step else self.run.trainer.optimizers[:1]

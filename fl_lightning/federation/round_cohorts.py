@@ -89,8 +89,8 @@ class RoundCohorts:
         self.num_clients = limited(expected, limit)
         if self.num_clients < 1:
             raise ConfigurationError(
-                f"trainer.limit_train_batches {limit} of {expected} clients leaves none: it limits "
-                "the clients of a round, by their number or as a share of them"
+                f"trainer.limit_train_batches {limit} leaves no client of a cohort of {expected}: it is the number "
+                "(2) or fraction (0.5) of the cohort's clients that train. Raise it, or use a larger cohort"
             )
         self._round, self._is_done = 0, False
         self.sampler = self  # where Lightning looks for `set_epoch`

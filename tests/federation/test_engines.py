@@ -439,7 +439,7 @@ def test_what_slots_cannot_run_is_named_and_trained_in_sequence(module, reason):
 @pytest.mark.parametrize(
     ("trainer", "reason"),
     [
-        ({"precision": "bf16-true"}, "the precision is bf16-true"),
+        ({"precision": "bf16-true"}, "slots do not support trainer.precision bf16-true"),
         ({"accumulate_grad_batches": 2}, "accumulates"),
     ],
 )

@@ -110,7 +110,7 @@ def test_auto_measures_says_and_keeps(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         module, trainer = run(Conv, "auto", None, SaveEverywhere(tmp_path))
     assert "engine: sequential with direct_layers, channels_last, fused_optimizer (" in caplog.text
-    told = "engine: measuring which speedups of a step pay, for 120 s at most"
+    told = "engine: measuring which speedups make steps faster, for 120 s at most"
     assert re.search(rf"{told}[^$]*engine: sequential with", caplog.text)
     assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
     forced, _ = run(speedups=SGD_SPEEDUPS)

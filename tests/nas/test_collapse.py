@@ -127,6 +127,6 @@ def test_a_private_run_names_what_is_measured(measured):
         privacy=CentralDP(clip_norm=1.0, noise_multiplier=1.0),
     )
     stop = StopAtCollapse(eigenvalue=measured)
-    with pytest.warns(UserWarning, match="covers the models, and not") as told:
+    with pytest.warns(UserWarning, match="covers the models, but not") as told:
         rounds_of(supernet(TwoLayers()), data(vectors(), 3, 60), stop, private, rounds=1)
     assert any("the largest eigenvalue" in str(one.message) for one in told) == measured

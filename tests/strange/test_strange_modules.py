@@ -23,7 +23,7 @@ from strange.plain_loop import moved, new_module, plain_loop, tensors_of
 from strange.rows import ROUNDS, Source
 
 FALLS_BACK = re.compile(
-    r"engine: sequential.*?(?: and not slots as asked for: | from round \d+ on, because )(.*)",
+    r"engine: sequential.*?(?:, not slots as asked for, because | from round \d+ on, because )(.*)",
     re.DOTALL,
 )
 PRECISIONS = {torch.float32: "32-true", torch.float64: "64-true"}

@@ -121,7 +121,7 @@ class EngineChooser:
             rank_zero_info(f"engine: {sequential}, because a trial failed: {failure}")
         except CannotStack as reason:
             if is_forced:
-                rank_zero_warn(f"engine: {sequential} and not slots as asked for: {reason}")
+                rank_zero_warn(f"engine: {sequential}, not slots as asked for, because {reason}")
             else:
                 rank_zero_info(f"engine: {sequential}, because {reason}")
         else:
@@ -166,7 +166,9 @@ class EngineChooser:
         if one * num_steps < SPEEDUP_SECONDS:
             return ""
         limit = min(MOST_SECONDS_OF_SPEEDUPS, SHARE_OF_SPEEDUPS * one * num_steps)
-        rank_zero_info(f"engine: measuring which speedups of a step pay, for {limit:.0f} s at most")
+        rank_zero_info(
+            f"engine: measuring which speedups make steps faster, for {limit:.0f} s at most"
+        )
         ends, speed = time.perf_counter() + limit, 1.0
         for speedup in candidates:
             is_short = speedup == "compiled" and one * num_steps < COMPILED_STEP_SECONDS

@@ -198,7 +198,7 @@ def raise_if_impossible(
     if accumulate > 1:
         raise CannotStack("a local step accumulates several batches")
     if trainer.precision not in (*FULL_PRECISIONS, "bf16-mixed"):
-        raise CannotStack(f"the precision is {trainer.precision}")
+        raise CannotStack(f"slots do not support trainer.precision {trainer.precision}")
     if one_at_a_time is not None:
         raise CannotStack(one_at_a_time)
     if extra := extra_work(trainer):

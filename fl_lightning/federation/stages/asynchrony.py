@@ -115,7 +115,7 @@ class Arrivals:
             num_lost += self._wait()
             if num_lost > MOST_LOST_IN_A_ROW:
                 raise ConfigurationError(
-                    f"federation.devices: {num_lost} updates in a row were lost: lower drop_rate"
+                    f"federation.devices: {num_lost} updates in a row were lost: lower its drop_rate"
                 )
         self._busy -= {ended.client for ended in buffer}
         buffer.sort(key=lambda ended: ended.client)

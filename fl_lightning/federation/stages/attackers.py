@@ -75,7 +75,7 @@ class Attackers(Ranged):
         unknown = [client for client in self.spared if not 0 <= client < num_clients]
         if unknown:
             raise ConfigurationError(
-                f"federation.attackers.spared must be clients from 0 to {num_clients - 1}, got {unknown[0]}"
+                f"federation.attackers.spared must be client ids from 0 to {num_clients - 1}, got {unknown[0]}"
             )
         others = np.setdiff1d(np.arange(num_clients), self.spared)
         count = round(self.fraction * num_clients)
@@ -97,7 +97,7 @@ class Attackers(Ranged):
         """Poison the attackers' training data, until `FederatedDataModule.poison` is called again."""
         if self.poison is None and self.forge is None:
             raise ConfigurationError(
-                "federation.attackers: give poison, forge or both, else there is no attack"
+                "federation.attackers: set poison, forge or both, because without them there is no attack"
             )
         if self.poison is not None:
             data.poison(self.choose(len(data.clients)), self.poison, run_seed(self.seed))

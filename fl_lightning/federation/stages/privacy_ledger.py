@@ -127,7 +127,7 @@ class PrivateStage(AroundFit):
         if (before := self._earlier.epsilon) > 0:
             raise ConfigurationError(
                 f"federation.privacy: earlier fits of this model have spent ε = {before:.4g}, and one "
-                f"more round would exceed the budget of epsilon={budget:g}: raise it, or train a new model"
+                f"more round would exceed the budget of epsilon={budget:g}: raise epsilon, or train a new model"
             )
         raise ConfigurationError(
             f"federation.privacy: one round costs ε = {epsilon(1):.3f}, more than the budget of "
@@ -140,8 +140,8 @@ class PrivateStage(AroundFit):
         """Raise if a round would exceed the budget."""
         if self._allowed is not None and round_index >= self._allowed:
             raise RoundFailure(
-                f"round {round_index + 1} would exceed the privacy budget of "
-                f"epsilon={self.privacy.epsilon:g}, which allows {self._allowed} rounds"
+                f"round {round_index + 1} would exceed the privacy budget of epsilon={self.privacy.epsilon:g}, which "
+                f"allows {self._allowed} rounds: raise epsilon, or set trainer.max_epochs to {self._allowed}"
             )
 
     def count_round(self, round_index: int) -> None:
@@ -205,7 +205,7 @@ class PrivateStage(AroundFit):
         )
         if shown := shown_by(trainer.callbacks) + covers.shown:  # type: ignore[attr-defined]
             said = "; ".join(shown)
-            rank_zero_warn(f"privacy: ε covers {covers.releases}, and not: {said}")
+            rank_zero_warn(f"privacy: ε covers {covers.releases}, but not: {said}")
         if rule.delta >= 1 / covers.most:
             rank_zero_warn(
                 f"privacy: delta = {rule.delta:g} is not below 1 / {covers.most} ({covers.among}): even a mechanism "

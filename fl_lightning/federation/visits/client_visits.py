@@ -167,9 +167,8 @@ def common_test_examples(trainer: Trainer, data: FederatedDataModule) -> ClientE
     loader = loader[0] if isinstance(loader, (list, tuple)) and len(loader) == 1 else loader
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
-            "ClientEvaluation(common_test_set=True) needs one test set, of which test_dataloader() "
-            f"returns a DataLoader, got {type(loader).__name__}: return one, or set "
-            "common_test_set to false and data.client_test_fraction"
+            "ClientEvaluation(common_test_set=True) needs a test_dataloader() that returns one DataLoader, got "
+            f"{type(loader).__name__}: return one, or set common_test_set to false and data.client_test_fraction"
         )
     count = limited(len(loader), trainer.limit_test_batches)
 
