@@ -493,7 +493,7 @@ def test_auto_says_why_and_slots_warn(caplog):
     assert "engine: sequential, because GAN steps its optimizers by hand" in caplog.text
     assert federation.rounds.clients.engine.slots is None
     with pytest.warns(
-        UserWarning, match="not slots as asked for: GAN steps its optimizers by hand"
+        UserWarning, match="not slots as asked for, because GAN steps its optimizers by hand"
     ):
         fit(new(GAN), engine="slots")
 
