@@ -90,8 +90,9 @@ class LocalCounts:
             )
 
     def refuse_in_slots(self, name: str) -> None:
-        """Raise `CannotStack` for a step that reads a value of a single client."""
-        raise CannotStack(f"training_step reads {name}, which differs between clients")
+        """Raise `CannotStack` if clients train in slots, for a step that reads a value of a single client."""
+        if self.slots_round is not None:
+            raise CannotStack(f"training_step reads {name}, which differs between clients")
 
 
 class _CountingTrainer(Trainer):
@@ -102,8 +103,7 @@ class _CountingTrainer(Trainer):
     @property
     def num_training_batches(self) -> int | float:
         counts = self.local_counts
-        if counts.slots_round is not None:
-            counts.refuse_in_slots("trainer.num_training_batches")
+        counts.refuse_in_slots("trainer.num_training_batches")
         if counts.work is not None:
             return len(counts.work.sizes)
         return counts.planned_batches or super().num_training_batches
@@ -111,8 +111,7 @@ class _CountingTrainer(Trainer):
     @property
     def is_last_batch(self) -> bool:
         counts = self.local_counts
-        if counts.slots_round is not None:
-            counts.refuse_in_slots("trainer.is_last_batch")
+        counts.refuse_in_slots("trainer.is_last_batch")
         if counts.work is not None:
             return counts.batch == len(counts.work.sizes) - 1
         return super().is_last_batch
@@ -219,8 +218,7 @@ def client_id(module: LightningModule) -> int | None:
     if not isinstance(trainer, _CountingTrainer):
         return None
     counts = trainer.local_counts
-    if counts.slots_round is not None:
-        counts.refuse_in_slots("client_id")
+    counts.refuse_in_slots("client_id")
     return None if counts.work is None else counts.work.client_id
 
 
