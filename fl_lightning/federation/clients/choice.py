@@ -284,7 +284,8 @@ class EngineChooser:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choice of a resumed run or of another process, unless it was made under other options."""
-        if not state["is_chosen"] or state.get("asked", self._asked) != self._asked:
+        is_same = state.get("asked", self._asked) == self._asked
+        if self.is_chosen or not (state["is_chosen"] and is_same):
             return
         self.is_chosen = True
         if self._options.speedups is None:
