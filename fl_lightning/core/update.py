@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GlobalModel:
-    """The model that the server broadcasts.
+    """The global model that clients receive, as vectors.
 
     Attributes:
         params: trainable shared parameters as one vector, shape (k,).
@@ -145,7 +145,7 @@ class Updates:
         ]
 
     def rows(self, kept: list[int]) -> Updates:
-        """Return the updates in some rows.
+        """Return the updates in the given rows.
 
         Example:
             >>> updates = Updates([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])

@@ -104,7 +104,7 @@ def set_round(trainer: Trainer, number: int) -> None:
 
 
 def is_in_round(trainer: Trainer) -> bool:
-    """Return whether a round, or an epoch of a central fit, has begun that Lightning does not count as done yet."""
+    """Return whether a round (or an epoch of a central fit) has begun that Lightning has not counted as done."""
     epochs = trainer.fit_loop.epoch_progress.current
     return trainer.state.fn == "fit" and epochs.completed < epochs.ready
 

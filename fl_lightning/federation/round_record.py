@@ -109,7 +109,7 @@ class RoundRecord:
         return self.means.reduced() | self.pooled
 
     def twins(self) -> set[str]:
-        """Return the metrics' names of our training loss if the module logs the same loss itself; else an empty set.
+        """Return the names under which the training loss repeats a loss that the module logs itself; else an empty set.
 
         Two losses are the same if their values agree for every client and for the round, where the module's
         may be another mean, or a sum.

@@ -195,7 +195,7 @@ class FedYogi(_Adaptive):
 
 @final
 class FedLion(_ServerOptimizer):
-    """Lion as a server optimizer.
+    """Lion over rounds: every coordinate moves by the learning rate, and only its sign is learned.
 
     Args:
         params: what to move.

@@ -31,7 +31,7 @@ class Terms:
 
 @dataclass
 class ProtectionCost:
-    """Cost of hiding the updates of a round, added up while it runs."""
+    """Bytes and CPU time of hiding the updates of a round, added up during the round."""
 
     # bytes that each client of the cohort uploads, by client id
     bytes_up: Counter[int] = field(default_factory=Counter)

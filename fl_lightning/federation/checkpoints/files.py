@@ -156,7 +156,7 @@ class WorkingFolder:
         self._remove: Callable[[], Any] | None = None
 
     def __call__(self) -> Path:
-        """Return the folder, which the first call makes."""
+        """Return the path of the folder; the first call creates the folder."""
         if self._path is None:
             self._remove_left()
             self._parent.mkdir(parents=True, exist_ok=True)

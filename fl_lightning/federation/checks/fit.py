@@ -310,7 +310,7 @@ class ChecksBatches(Protocol):
 
 
 def check_data_fits(trainer: Trainer) -> None:
-    """Call the module's check of batches, if it has one; nothing is drawn or changed."""
+    """Check some training examples by the module's `check_batch`, if it has one; nothing is drawn or changed."""
     module = trainer.lightning_module
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(module, ChecksBatches):

@@ -30,7 +30,7 @@ Waiting = Mapping[tuple[str, int], tuple[int, torch.dtype]]
 
 @dataclass(frozen=True)
 class Report:
-    """Report of one process to the others about a round."""
+    """Results of one process's clients in a round, sent to all other processes."""
 
     failure: Failure | None  # the error that stopped its clients
     behind: str | None  # the traceback of the error's cause, which is not sent; None without one

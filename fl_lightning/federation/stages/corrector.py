@@ -161,7 +161,7 @@ class Corrector(Learning, SpansNetwork):
         self._mean = None if mean is None else mean.to(self._device)
 
     def to_server(self, client: int) -> Mapping[str, Tensor]:
-        """Return the change of a client's state, if it has changed."""
+        """Return the change of a client's state, if the state has changed."""
         change, self._change = self._change, None
         return {} if change is None else {"change": change}
 
@@ -184,7 +184,7 @@ class Corrector(Learning, SpansNetwork):
             self._num_changes += 1
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Count the bytes of the change of a client's state."""
+        """Add the bytes of the change of a client's state to the message."""
         num_bytes = upload.num_bytes + self._bytes_up(upload.arrived.deltas)
         return (upload._replace(num_bytes=num_bytes),)
 
@@ -200,7 +200,7 @@ class Corrector(Learning, SpansNetwork):
         return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Count the bytes of the mean of clients' states."""
+        """Add the bytes of the mean of clients' states to the message."""
         num_bytes = start.num_bytes + self._bytes_down(start.present.params)
         return [(start._replace(num_bytes=num_bytes), work)]
 

@@ -76,7 +76,7 @@ class Mean(WeightedMean):
 
     @property
     def traits(self) -> Traits:
-        """Traits; the mean is private only with equal weights, because examples have no bound."""
+        """Traits of the aggregator: a mean is private only with equal weights, as numbers of examples have no bound."""
         if self.weight_by_examples:
             return super().traits | _BY_EXAMPLES
         return super().traits.without(*_BY_EXAMPLES.breaks)
@@ -119,7 +119,7 @@ class OverlapMean(Aggregator):
 
     @property
     def traits(self) -> Traits:
-        """Traits; clients may have different masks."""
+        """Traits of the aggregator, which allows clients with different masks."""
         return super().traits.without(Trait.ONE_MASK)
 
     @override
