@@ -98,7 +98,9 @@ def test_limit_train_batches_limits_the_cohort(limit, clients):
 
 def test_no_client_by_limit_train_batches():
     assert fit(limit_train_batches=0).global_step == 0
-    with pytest.raises(ConfigurationError, match=r"limit_train_batches 0\.1 leaves no client of a cohort of 3"):
+    with pytest.raises(
+        ConfigurationError, match=r"limit_train_batches 0\.1 leaves no client of a cohort of 3"
+    ):
         fit(limit_train_batches=0.1)
 
 
