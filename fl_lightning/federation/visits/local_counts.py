@@ -90,9 +90,8 @@ class LocalCounts:
             )
 
     def refuse_in_slots(self, name: str) -> None:
-        """Raise `CannotStack` if clients train in slots, for a step that reads a value of a single client."""
-        if self.slots_round is not None:
-            raise CannotStack(f"training_step reads {name}, which differs between clients")
+        """Raise `CannotStack` for a step that reads a value of a single client."""
+        raise CannotStack(f"training_step reads {name}, which differs between clients")
 
 
 class _CountingTrainer(Trainer):
@@ -103,7 +102,8 @@ class _CountingTrainer(Trainer):
     @property
     def num_training_batches(self) -> int | float:
         counts = self.local_counts
-        counts.refuse_in_slots("trainer.num_training_batches")
+        if counts.slots_round is not None:
+            counts.refuse_in_slots("trainer.num_training_batches")
         if counts.work is not None:
             return len(counts.work.sizes)
         return counts.planned_batches or super().num_training_batches
@@ -111,7 +111,8 @@ class _CountingTrainer(Trainer):
     @property
     def is_last_batch(self) -> bool:
         counts = self.local_counts
-        counts.refuse_in_slots("trainer.is_last_batch")
+        if counts.slots_round is not None:
+            counts.refuse_in_slots("trainer.is_last_batch")
         if counts.work is not None:
             return counts.batch == len(counts.work.sizes) - 1
         return super().is_last_batch
@@ -218,7 +219,8 @@ def client_id(module: LightningModule) -> int | None:
     if not isinstance(trainer, _CountingTrainer):
         return None
     counts = trainer.local_counts
-    counts.refuse_in_slots("client_id")
+    if counts.slots_round is not None:
+        counts.refuse_in_slots("client_id")
     return None if counts.work is None else counts.work.client_id
 
 
