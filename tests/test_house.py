@@ -61,7 +61,7 @@ CAPS = {
     "models": (1480, 8),
     "nas": (10809, 45),
     "privacy": (2381, 13),
-    "secure": (4368, 20),
+    "secure": (4351, 20),
     "reports": (3579, 15),
     "server": (4025, 19),
     "sparsity": (3132, 21),

@@ -11,8 +11,8 @@ A pattern allows
   learning-rate schedules that are defined below this package, and of fl_lightning what it exports;
 - ``my_project.models.Net``: exactly this, whatever it is.
 
-A text in a configuration may be a class path wherever it stands, and may hold YAML with a class path
-inside. Each name with dots in it whose first part is a module that this machine has counts as one.
+Any text in a configuration may be a class path, or contain YAML with one. So every dotted name in a text
+counts as a class path if its first part is a module that is installed at the site.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ site. Add it to classes in site.yaml if you trust it, or leave it out.
 
 
 def named(configuration: Any) -> list[str]:
-    """Return the class paths in a configuration, and each part of a text that may be one; nothing is imported.
+    """Return all class paths in a configuration, also those inside longer texts, without importing them.
 
     Raises:
-        Refused: if the form of the configuration is not allowed, whatever classes are.
+        Refused: if the configuration is nested too deeply, or has a path, an address or another forbidden value.
 
     Example:
         >>> named({"model": {"class_path": "my.Net"}, "federation": {"aggregator": "Krum"}})
@@ -139,7 +139,9 @@ def _with_full_paths(value: Any, place: Place, named: list[tuple[Place, str]]) -
         named: gets each class path, and each part of a text that may be one, with its place.
     """
     if len(place) > MOST_DEPTH:
-        raise Refused(f"{'.'.join(place[:3])}… is nested deeper than {MOST_DEPTH}: make it flatter")
+        raise Refused(
+            f"{'.'.join(place[:3])}… has more than {MOST_DEPTH} nested levels: write a flatter configuration"
+        )
     is_path = place[-1:] == ("class_path",)
     if is_path and value is not None:
         value = _full_path(value, place)
@@ -155,7 +157,10 @@ def _with_full_paths(value: Any, place: Place, named: list[tuple[Place, str]]) -
     if type(value) is str:
         named += [(place, path) for path in ([value] if is_path else _in_text(value, place))]
     elif value is not None and type(value) not in (bool, int, float):
-        raise Refused(f"{'.'.join(place)}: {type(value).__name__} is no value of a configuration")
+        raise Refused(
+            f"{'.'.join(place)}: a value of type {type(value).__name__} is not allowed: use texts, numbers, "
+            "lists and mappings"
+        )
     return value
 
 
@@ -164,8 +169,8 @@ def _key(name: Any, place: Place) -> Any:
         return name
     if type(name) is not str or ("class_path" in name and name != "class_path"):
         raise Refused(
-            f"{'.'.join([*place, str(name)[:99]])}: options are written nested, class_path among "
-            "them. Write it so."
+            f"{'.'.join([*place, str(name)[:99]])}: write nested options, with class_path as a "
+            "key of its own, instead of a dotted name"
         )
     return name
 
@@ -206,12 +211,12 @@ def _in_text(text: str, place: Place) -> Iterator[str]:
         is_place or _ELSEWHERE.match(text.strip()) or _FILE.search(text.strip())
     ):
         raise Refused(
-            f"{where}: {shown(text)} is a place on the site's disk or on the internet, which the "
-            "server may not choose. Set it in the site's own configuration."
+            f"{where}: {shown(text)} is a path or an internet address, which the server may not "
+            "choose: leave it out, and set it in the site's own.yaml if it is needed"
         )
     read = _read(text)
     if isinstance(read, dict | list):
-        raise Refused(f"{where}: {shown(text)} is YAML inside a text. Write it nested.")
+        raise Refused(f"{where}: {shown(text)} is YAML inside a text: write it as nested options")
     texts = {text, read} if isinstance(read, str) else {text}
     for each in sorted(texts):
         for match in _NAME.finditer(each):
@@ -235,11 +240,11 @@ def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
-        return True  # __main__, and what else has no place
+        return True  # __main__ and others without a file
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """True if a pattern is this path, or a package above it and the path is public."""
+    """True if a pattern is this path or, for a public path, a package that contains it."""
     if path in patterns:
         return True
     is_public = not any(part.startswith("_") for part in path.split("."))

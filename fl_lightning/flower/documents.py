@@ -172,7 +172,7 @@ def _read(what: str, told: Any, kind: Any, **tensors: Any) -> Any:
         return {name: _read(f"{what}: {name}", each, parts[1]) for name, each in told.items()}
     if kind is bytes:
         check_string(told, what)
-        return bytes.fromhex(told)  # or ValueError
+        return bytes.fromhex(told)  # raises ValueError for other digits
     return scalar_of(told) if kind is Tensor else told
 
 
@@ -190,7 +190,7 @@ def _of_pairs(what: str, told: Any) -> dict[int, Any]:
         raise MessageError(f"{what} must be a list of pairs, got {shown(told)}")
     found = {client: each for client, each in told if type(client) is int}
     if len(found) < len(told):
-        raise MessageError(f"{what} must be of different clients, got {shown(told)}")
+        raise MessageError(f"{what} must name every client once, by its number, got {shown(told)}")
     return found
 
 

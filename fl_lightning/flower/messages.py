@@ -49,14 +49,14 @@ _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _PLACE = re.compile(r"stage/[^/]+/.+", re.DOTALL)
 CATEGORIES = {
     "message": "the order could not be read",
-    "size": "the order is larger than the site allows",
-    "policy": "the site does not allow what the order asks for",
+    "size": "the order is larger than most_bytes of the site's site.yaml",
+    "policy": "the site's policy forbids the order",
     "run": "the site is in another run",
-    "configuration": "the site agreed to another configuration",
+    "configuration": "the site has another configuration for this run",
     "mask": "the site has another mask, or none yet",
     "round": "the site has answered this round, or a later one, to an order with other content: go on from "
     "the run's last checkpoint with the same configuration, or start a new run",
-    "sum": "the site has no part in this secure sum, was started again since, or would tell too much",
+    "sum": "the site does not take part in this secure sum, was restarted during it, or would reveal too much",
     "clients": "a client that was asked is not at the site",
     "model": "the order's model does not fit the site's",
     "setup": "the site cannot run this configuration",
@@ -66,10 +66,10 @@ CATEGORIES = {
     "examples": "a client has no examples",
     "memory": "there was not enough memory",
     "disk": "the site's disk is full or cannot be written to",
-    "busy": "the site is at another order",
+    "busy": "the site is working on another order",
     "stopped": "the site is being stopped",
-    "lost": "the site's process ended without a word",
-    "other": "something that has no category",
+    "lost": "the site's process ended without an error message",
+    "other": "an error of no other category",
 }
 
 Category = Annotated[str, partial(check_choice, choices=CATEGORIES)]
@@ -166,7 +166,7 @@ def _check_clients(what: str, clients: Any) -> None:
     for client in clients:
         check_whole(f"{what}: each", client)
     if len(set(clients)) < len(clients):
-        raise MessageError(f"{what} must be different, got {shown(clients)}")
+        raise MessageError(f"{what} must name every client once, got {shown(clients)}")
 
 
 Site = Annotated[str, lambda what, name: check_site(name, what)]
@@ -240,14 +240,14 @@ class Order(_Message):
 
     Attributes:
         kind: ``hello`` begins a run and asks for facts about the site, ``calibrate`` asks for scores or
-            sums for a mask, a head or batch norm statistics, ``train`` for updates, ``sum`` for a stage of a hidden sum,
-            ``evaluate`` for metrics; ``stop`` ends the run at the site.
+            sums for a mask, a head or batch norm statistics, ``train`` for updates, ``sum`` for a stage of a
+            hidden sum, ``evaluate`` for metrics; ``stop`` ends the run at the site.
         run: id of the run, 32 hexadecimal digits; a resumed run keeps its id.
         round: number of the round, ≥ 0.
         configuration: SHA-256 of the configuration of the run.
         clients: clients of the order; at least one for ``train``.
-        counted: last round in which the update of each client counted, -1 for none. It has all
-            clients of an order to train: a site discards client state of later rounds.
+        counted: last round in which each client's update was used, -1 for none; a site discards client
+            state of later rounds. It contains at least the clients of an order to train.
         tensors: ``model`` (bytes as uint8, see `Packing.model`), ``stage/<key>/<name>``.
 
     Example:
@@ -274,10 +274,12 @@ class Order(_Message):
                     f"tensors of an order are model and stage/<key>/<name>, not {shown(name)}"
                 )
         if self.kind == "train" and not self.clients:
-            raise MessageError("clients: an order to train names at least one")
+            raise MessageError("clients: an order to train must name at least one client")
         missing = [client for client in self.clients if client not in self.counted]
         if self.kind == "train" and missing:
-            raise MessageError(f"counted: clients {shown(missing)} are to train and not in it")
+            raise MessageError(
+                f"counted must contain all clients of an order to train; missing: {shown(missing)}"
+            )
 
 
 def is_stage_tensor(name: str) -> bool:
@@ -332,7 +334,7 @@ class ClientAnswer:
         nothing = ClientAnswer(client=self.client)
         for name in (each.name for each in fields(self) if each.name != "failure"):
             if getattr(self, name) != getattr(nothing, name):
-                raise MessageError(f"a client that failed has no {name}")
+                raise MessageError(f"{name} must be left out for a client that failed")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,7 +26,7 @@ from torchmetrics import Metric
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector, LoggedMetrics
 from fl_lightning.core.container import as_tensor, bytes_of
-from fl_lightning.core.plain_json import MessageError
+from fl_lightning.core.plain_json import MessageError, check_names, shown
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation import Transport
@@ -112,7 +112,7 @@ class Packing:
         found = message.client_id, message.num_examples, message.num_steps
         if found != (answer.client, answer.num_examples, answer.num_steps):
             raise MessageError(
-                f"the update is of client, examples and steps {found}, the answer of "
+                f"the update has client, examples and steps {found}, but the answer has "
                 f"{(answer.client, answer.num_examples, answer.num_steps)}"
             )
         delta = self._path.opened(
@@ -125,7 +125,7 @@ class Packing:
             delta = delta.new_zeros(self._space.size).masked_scatter_(active, delta)
         update = replace(update, buffers=update.buffers.to(device), delta=delta, active=active)
         if not bool(update.norm.isfinite()):  # as clients check it: no sum of updates overflows
-            raise MessageError("the update has numbers that are too large")
+            raise MessageError("the update's entries are too large: its norm is not finite")
         return update
 
     def model(self, model: GlobalModel, round_index: int, *, whole: bool = False) -> Tensor:
@@ -177,8 +177,8 @@ class Packing:
     def _check(self, vector: Tensor, like: Tensor) -> None:
         if (vector.shape, vector.dtype) != (like.shape, like.dtype):
             raise MessageError(
-                f"the numbers are {tuple(vector.shape)} of {vector.dtype}, "
-                f"not {tuple(like.shape)} of {like.dtype}"
+                f"the vector has shape {tuple(vector.shape)} and {vector.dtype}, "
+                f"not {tuple(like.shape)} and {like.dtype}"
             )
 
 
@@ -199,7 +199,7 @@ def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str,
     }
 
 
-def hold_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def copy_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors of `model_tensors` into a module.
 
     Raises:
@@ -209,7 +209,10 @@ def hold_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     given = of_stage(_MODEL, tensors)
     for name, tensor in given.items():
         if name not in own or (own[name].shape, own[name].dtype) != (tensor.shape, tensor.dtype):
-            raise OrderRefused("model", f"this site's module has no {name} of its form")
+            raise OrderRefused(
+                "model",
+                f"this site's module has no {name} of shape {tuple(tensor.shape)} and {tensor.dtype}",
+            )
     with torch.no_grad():
         for name, tensor in given.items():
             own[name].copy_(tensor)
@@ -248,7 +251,7 @@ def mask_of(order: Order) -> RunMask | None:
         mask = Mask.from_bytes(bytes_of(order.tensors.get(_MASK)))
         return RunMask(mask, int(order.options["mask_number"]))
     except (TypeError, ValueError) as error:
-        raise OrderRefused("model", f"the order has no mask: {error}") from error
+        raise OrderRefused("model", f"the order's mask cannot be read: {error}") from error
 
 
 # of a calibration: sums of a client, and parameters to use instead of the module's
@@ -284,7 +287,7 @@ def metric_tensors(metrics: LoggedMetrics) -> dict[str, Tensor]:
     }
 
 
-def take_metrics(
+def pop_metrics(
     collector: LogCollector, module: nn.Module, allows: Callable[[str], bool]
 ) -> LoggedMetrics:
     """Return the states of the torchmetrics objects that a site's clients have logged, and reset the objects.
@@ -322,13 +325,19 @@ def read_metrics(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) 
     entries = [_texts(entry) for entry in (logged if isinstance(logged, list) else [None])]
     for name, _, place in entries:
         if place not in metrics:
-            raise ValueError("what it has logged is no metric of the module")
+            raise ValueError(f"it logged a metric that the module does not have: {shown(place)}")
         ours: dict[str, Any] = dict(metrics[place].metric_state)
         found = {state: tensors.get(f"{_PREFIX}{place}/{state}") for state in ours}
         for state, value in ours.items():
             told = found[state]
-            if told is None or (told.shape, told.dtype) != (value.shape, value.dtype):
-                raise ValueError(f"the state {state} of its metric {name} does not fit")
+            if told is None or not isinstance(
+                value, Tensor
+            ):  # a list has values of single examples
+                raise ValueError(f"its metric {name} has no sum {state}")
+            if (told.shape, told.dtype) != (value.shape, value.dtype):
+                raise ValueError(
+                    f"the state {state} of its metric {name} has another form than here"
+                )
             # the state of a metric without examples may be infinite, as that of a smallest value
             if not bool((told.isfinite() | (told == value.cpu())).all()):
                 raise ValueError(f"the state {state} of its metric {name} is not finite")
@@ -337,14 +346,16 @@ def read_metrics(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) 
 
 
 def _texts(entry: Any) -> tuple[str, str, str]:
-    """Return a value that must be a list of three texts.
+    """Check that a value is a list of three printable texts, and return them.
 
     Raises:
         ValueError: if it is anything else.
     """
-    if isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, str) for part in entry):
-        return entry[0], entry[1], entry[2]
-    raise ValueError("what it has logged is no metric of the module")
+    if isinstance(entry, list) and len(entry) == 3:
+        check_names("logged", dict.fromkeys(map(str, entry)))
+        if all(isinstance(part, str) for part in entry):
+            return entry[0], entry[1], entry[2]
+    raise ValueError("its list of logged metrics is malformed")
 
 
 @runtime_checkable
@@ -361,7 +372,7 @@ class Recalibrates(Protocol):
     def statistics(self) -> Mapping[str, Tensor]:
         """Return the sums that evaluations use."""
 
-    def hold_statistics(self, told: Mapping[str, Tensor]) -> None:
+    def use_statistics(self, told: Mapping[str, Tensor]) -> None:
         """Use the sums of `statistics` in the next evaluation."""
 
 

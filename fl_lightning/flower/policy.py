@@ -54,7 +54,9 @@ def _check_clients(what: str, clients: Any) -> None:
             f"the site's data (all integers ≥ 0), got {shown(clients)}"
         )
     if len(set(clients.values())) < len(clients):
-        raise MessageError(f"{what} must have places of their own, got {shown(clients)}")
+        raise MessageError(
+            f"{what} must have different positions in the site's data, got {shown(clients)}"
+        )
 
 
 def _check_path(what: str, path: Any) -> None:
@@ -72,7 +74,7 @@ def _check_socket(what: str, path: Any) -> None:
 
 def _check_text(what: str, text: Any) -> None:
     if type(text) is not str or not text:
-        raise MessageError(f"{what} must be a text that is not empty, got {shown(text)}")
+        raise MessageError(f"{what} must be a non-empty text, got {shown(text)}")
 
 
 def _check_costs(what: str, costs: Any) -> None:
@@ -116,7 +118,7 @@ class Policy:
         log_unprotected: True if metrics and norms that have no noise may leave the site.
         metrics: patterns (``*``, ``?``) of the names of metrics and facts that may leave.
         most_bytes: largest size of an order, in bytes.
-        most_steps: most local steps, or batches, of a client per order.
+        most_steps: most local batches of a client per order, those of accumulated steps included.
         most_parameters: most numbers in the tensors that are made when the model is built (`cli/network/site.py`).
         most_minutes: most minutes for an order, and for the set-up of a run.
         most_cost: largest cost of the sub-networks of a `OneShot` that clients train, for one example: ``flops``,
@@ -156,7 +158,10 @@ class Policy:
     def __post_init__(self) -> None:
         errors = list(errors_in(self))
         if self.seeded_noise is True and self.most_epsilon is not None:
-            errors.append("seeded_noise protects nobody: leave it out, or most_epsilon")
+            errors.append(
+                "seeded_noise: true and most_epsilon exclude each other, because the server can subtract seeded "
+                "noise: leave one out"
+            )
         if errors:
             raise ConfigurationError("\n".join(errors))
 
@@ -241,8 +246,8 @@ class Policy:
         """
         if self.most_epsilon is not None:
             raise Refused(
-                f"most_epsilon is {self.most_epsilon} at this site, and {what} shows clients without noise "
-                "that they add themselves: use LocalDP, or DistributedDP with SecureMean"
+                f"most_epsilon is {self.most_epsilon} at this site, and {what} would show clients' data without "
+                "noise of the site's own: use LocalDP, or DistributedDP with SecureMean"
             )
 
     def check_clients(self, asked: tuple[int, ...]) -> None:
@@ -259,13 +264,15 @@ class Policy:
 
 
 def check_most(what: str, number: Any, most: float) -> None:
-    """Raise if a number of the server's, or a text that is one, is above the limit of the site."""
+    """Raise if a number from the server, or a text of digits, is above a limit of the site."""
     try:
         given = float(number or 0)
     except (TypeError, ValueError):
         return  # the parser says what is wrong
     if not given <= most:
-        raise Refused(f"{what} is {given:g} in the server's configuration, at most {most} here")
+        raise Refused(
+            f"{what} is {given:g} in the server's configuration: this site allows at most {most}"
+        )
 
 
 def read_policy(path: str | Path) -> Policy:
@@ -278,7 +285,7 @@ def read_policy(path: str | Path) -> Policy:
     known = [field.name for field in fields(Policy)]
     if unknown := sorted(map(str, given.keys() - set(known))):
         close = difflib.get_close_matches(unknown[0], known, n=1)
-        advice = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+        advice = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(known)}."
         raise ConfigurationError(f"{path}: {unknown[0]!r} is not known. {advice}")
     if missing := [n for n in ("name", "clients", "socket", "memory") if n not in given]:
         raise ConfigurationError(f"{path}: {', '.join(missing)} is missing: give it a value")

@@ -89,9 +89,9 @@ def trained_on(order: Order) -> str:
 
 
 def session_by(rules: Mapping[str, Any], given: Session) -> Session:
-    """Return the session that follows from a site's own rules; an honest server has sent an equal one.
+    """Return the session that a site derives from its own rules; an honest server sends an equal one.
 
-    A server that chose thresholds, signatures or neighbours could open more than sums; see also `trained_on`.
+    A server that chose thresholds, signatures or neighbours itself could read more than sums.
 
     Example:
         >>> from dataclasses import replace
@@ -190,7 +190,9 @@ class SumKey:
             nonce, content = sealed[:_NONCE_SIZE], sealed[_NONCE_SIZE:]
             secret = self._cipher().decrypt(nonce, content, _about(run, parameters))
         except (InvalidTag, ValueError):
-            raise ValueError("the run's key is not one that a site has sealed for it") from None
+            raise ValueError(
+                "the run's key was not encrypted for this run with the sites' sum_key"
+            ) from None
         return CKKSKeys(self._part(b"tags"), secret)
 
     def _cipher(self) -> ChaCha20Poly1305:

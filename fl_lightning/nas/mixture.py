@@ -344,11 +344,11 @@ class CellMixture(SharedWeights):
         """Return the sums that evaluations use, and the α and β that they belong to."""
         return super().statistics() | {f"at/{n}": own for n, own in self._measured.items()}
 
-    def hold_statistics(self, told: Mapping[str, Tensor]) -> None:
+    def use_statistics(self, told: Mapping[str, Tensor]) -> None:
         """Use the sums of `statistics` in the next evaluation."""
         at = {name: own for name, own in told.items() if name.startswith("at/")}
         self._measured = {n.removeprefix("at/"): own.to(self.device) for n, own in at.items()}
-        super().hold_statistics({name: own for name, own in told.items() if name not in at})
+        super().use_statistics({name: own for name, own in told.items() if name not in at})
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
         """Context in which batch norms use the statistics of a `shown` network, or the batch's if α differs.

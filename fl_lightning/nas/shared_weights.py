@@ -177,7 +177,7 @@ class SharedWeights(LightningModule):
         """Return the sums that evaluations use, by network and layer, for an evaluation at sites."""
         return _by_place(self._sums)
 
-    def hold_statistics(self, told: Mapping[str, Tensor]) -> None:
+    def use_statistics(self, told: Mapping[str, Tensor]) -> None:
         """Use the sums of `statistics` in the next evaluation."""
         self._sums = _by_network(told)
 

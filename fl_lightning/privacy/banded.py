@@ -240,9 +240,9 @@ def _optimised(start: Matrix) -> Matrix:
 
 
 class CorrelatedSums:
-    """Rows of G + C⁻¹ Z = C⁻¹ (C G + Z), one after the other, from the last b - 1 rows of both.
+    """Adds correlated noise to the sums of a run, round by round: returns the rows of G + C⁻¹ Z in order.
 
-    C G + Z is computed exactly, in integers: the entries of C are multiples of 1 / `scale`, rounded
+    It keeps the last b - 1 rows of sums and of results. C G + Z is computed exactly, in integers: the entries of C are multiples of 1 / `scale`, rounded
     towards 0, so that no column is longer than 1. The product with C⁻¹ depends on these integers alone,
     in any precision.
 
@@ -313,7 +313,7 @@ class CorrelatedSums:
         return row
 
     def advance(self) -> None:
-        """Advance to the following row, after a round that stands."""
+        """Move to the next row, once the release of the round is final."""
         if self._pending is None:
             return
         (total, row), kept = self._pending, self._whole.shape[1] - 1

@@ -278,8 +278,8 @@ class EncryptedMean(HiddenUpdates):
         if (sent := len(self._counted)) < FEWEST_CLIENTS:
             self._forget_contexts()
             raise RoundFailure(
-                f"round {self._round_index + 1}: {sent} client sent an update, whose mean would show it "
-                f"to the server: EncryptedMean needs those of {FEWEST_CLIENTS} or more"
+                f"round {self._round_index + 1}: {sent} client sent an update, and EncryptedMean needs "
+                f"{FEWEST_CLIENTS} or more: the mean of one is its update"
             )
         mean = (
             self._mean_here()

@@ -179,12 +179,7 @@ class SecureMean(HiddenIntegers):
                 "clip_norm and steps and counts clients alike: leave clip, levels, max_examples and "
                 "random_k out"
             )
-        return SecurePrivateSum(
-            shares,
-            self.secure_sum,
-            self.terms,
-            self.bits,
-        )
+        return SecurePrivateSum(shares, self)
 
     @override
     def vector_of(self, update: ClientUpdate) -> RingIntegers:
@@ -221,10 +216,6 @@ class SecureMean(HiddenIntegers):
         return derive_seed(self.terms.seed, "secure coordinates", self._round_index)
 
 
-# (bits, smallest number of vectors) -> the protocol
-MakeSum = Callable[[int, int], SecureSum]
-
-
 def to_ring(numbers: Integers, ring: Ring) -> RingIntegers:
     """Return integers modulo 2^bits.
 
@@ -255,27 +246,19 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
 
     Args:
         shares: returns the mechanism of the current round, which makes clients' integers with noise.
-        make_sum: makes the protocol.
-        terms: facts about the run.
-        bits: bits of the ring; None for the fewest that hold every sum.
+        mean: the mean whose protocol and ``bits`` are used; its `begin` was called.
 
     Attributes:
         clip_norm: clipping norm of the current round, set before the round is opened.
         num_unclipped: number of updates with a norm within it.
     """
 
-    def __init__(
-        self,
-        shares: Callable[[], NoiseShares],
-        make_sum: MakeSum,
-        terms: Terms,
-        bits: int | None = None,
-    ) -> None:
-        self._shares, self._make_sum, self.terms, self._bits = shares, make_sum, terms, bits
+    def __init__(self, shares: Callable[[], NoiseShares], mean: SecureMean) -> None:
+        self._shares, self._mean, self.terms = shares, mean, mean.terms
         self._unclipped = torch.zeros((), dtype=torch.int64)
-        self._secure_sum = self._of_present_noise()
+        self._secure_sum = self._sum_for_noise()
 
-    def _of_present_noise(self) -> SecureSum:
+    def _sum_for_noise(self) -> SecureSum:
         """Return the secure sum whose integers are large enough for the current noise.
 
         Raises:
@@ -283,14 +266,14 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
         """
         shares, most = self._shares(), self.terms.most_clients
         needed = shares.num_bits(most)
-        bits = self._bits or needed
+        bits = self._mean.bits or needed
         if not needed <= bits <= 64:
             raise ConfigurationError(
                 f"SecureMean: noisy whole numbers of {most} clients need {needed} bits, and bits "
                 f"are {bits}, 64 at most: leave bits out, or give DistributedDP more noise"
             )
         try:
-            secure_sum = self._make_sum(bits, shares.fewest_replies)
+            secure_sum = self._mean.secure_sum(bits, shares.fewest_replies)
             secure_sum.session(most, size=1)
         except ValueError as error:
             raise ConfigurationError(f"SecureMean with DistributedDP: {error}") from error
@@ -316,7 +299,7 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
     @override
     def open(self, like: Tensor) -> None:
         self._unclipped = torch.zeros((), dtype=torch.int64, device=like.device)
-        self._secure_sum = self._of_present_noise()  # a resumed run may have other noise
+        self._secure_sum = self._sum_for_noise()  # a resumed run may have other noise
         super().open(like)
 
     @override

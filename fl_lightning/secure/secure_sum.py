@@ -20,7 +20,7 @@ from typing_extensions import override
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.secure.entropy import Entropy, seeded_entropy, system_entropy
+from fl_lightning.secure.entropy import Entropy, seeded_entropy
 from fl_lightning.secure.protocol.session import (
     AbortedError,
     ProtocolStage,
@@ -132,7 +132,7 @@ class SecureSum:
         missing: Iterable[int] = (),
         *,
         round_index: int,
-        seed: int | None = None,
+        seed: int,
     ) -> HiddenSum:
         """Run the protocol in this process, and return the sum of the vectors.
 
@@ -140,8 +140,7 @@ class SecureSum:
             updates: vectors by client, integers from 0 to 2^bits - 1, all of shape (k,), at least one.
             missing: further clients of the cohort, which drop out before they send a vector.
             round_index: number of the round, ≥ 0.
-            seed: seed of all secrets, for simulations; with ``run`` all bytes are repeatable. None for
-                the system's entropy.
+            seed: seed of all secrets, which protects nothing; with ``run`` all bytes are repeatable.
 
         Returns:
             The sum, its clients and its cost, by the clients' ids.
@@ -153,7 +152,7 @@ class SecureSum:
         if not updates:
             raise ValueError("there is no vector to add")
         cohort, size = sorted({*updates, *missing}), len(next(iter(updates.values())))
-        graph_seed = randbits(63) if seed is None else derive_seed(seed, "secure sum", round_index)
+        graph_seed = derive_seed(seed, "secure sum", round_index)
         session = self.session(
             len(cohort), size=size, round_index=round_index, graph_seed=graph_seed
         )
@@ -162,8 +161,6 @@ class SecureSum:
         silent = [place for place, client in enumerate(cohort) if client not in updates]
 
         def entropy_of(place: int) -> Entropy:
-            if seed is None:
-                return system_entropy
             return seeded_entropy(seed, "secure sum", round_index, cohort[place])
 
         if self.protocol == "count":

@@ -128,7 +128,7 @@ def test_silence_ends_at_the_deadline_of_each_order_and_a_late_answer_is_not_ano
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"site": "b"}, "its answer says that it is b"),
+        ({"site": "b"}, "its answer has the name of site b"),
         ({"clients": (ClientAnswer(client=9),)}, r"for clients that were not asked: \[9\]"),
     ],
 )

@@ -76,7 +76,7 @@ def test_sites_of_a_demo_allow_what_its_configuration_names_and_no_more():
 
 def test_a_place_on_a_sites_disk_is_refused_before_anything_starts():
     model = {"class_path": MODEL, "init_args": {"weights": "first.pt"}}
-    with pytest.raises(Refused, match="place on the site's disk"):
+    with pytest.raises(Refused, match="path or an internet address"):
         site_settings(CONFIG | {"model": model})
 
 

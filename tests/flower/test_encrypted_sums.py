@@ -160,6 +160,22 @@ def test_numbers_in_place_of_a_message_leave_the_site_out_or_end_the_run(numbers
         added(fresh)
 
 
+def test_a_site_that_requires_more_clients_than_there_are_is_left_out(tmp_path):
+    sites = Sites(tmp_path)
+
+    def change(asked, answer):
+        is_lie = answer.site == "b" and asked.options["stage"] == "encrypt"
+        return replace(answer, options={"fewest": 10**6}) if is_lie else answer
+
+    sites.change = change
+    opened, lost = added(sites)
+    assert opened.survivors == {0, 1, 4, 5}
+    assert sorted(lost) == [2, 3]
+    assert all(
+        "requires 1000000 clients in a sum, and 6 have trained" in why for why in lost.values()
+    )
+
+
 def test_too_few_clients_are_not_added_or_not_opened(tmp_path):
     sites = Sites(tmp_path)
     fails_at(sites, "b", "encrypt")
@@ -167,7 +183,7 @@ def test_too_few_clients_are_not_added_or_not_opened(tmp_path):
         added(sites, (0, 2, 3))
     sites = Sites(tmp_path / "wary", fewest_in_secure_sum=6)
     fails_at(sites, "b", "encrypt")
-    with pytest.raises(RoundFailure, match=r"round 1: site a has not opened .* does not allow"):
+    with pytest.raises(RoundFailure, match=r"round 1: site a has not opened .* policy forbids"):
         added(sites)
 
 
@@ -237,7 +253,7 @@ def test_one_sum_of_a_round_is_opened_and_by_one_site(round_of_a):
     for clients in (CLIENTS[1:], CLIENTS[:3]):
         with pytest.raises(OrderRefused, match="opened the sum of"):
             round_of_a.opened(clients=clients)
-    with pytest.raises(OrderRefused, match="a is to open this sum"):
+    with pytest.raises(OrderRefused, match="site a opens this sum"):
         round_of_a.opened("b", CLIENTS[1:])
     round_of_a.agreed = replace(round_of_a.agreed, opener="b")
     with pytest.raises(OrderRefused, match="not the sum"):  # the messages are for a
@@ -291,7 +307,7 @@ def test_every_sites_fewest_counts_wherever_the_sum_is_opened(tmp_path):
     sites.start("c")
     taken = Encrypted(sites)
     four = (1, 2, 4, 5)
-    with pytest.raises(OrderRefused, match="wants 6 clients in a sum, and it is of 4"):
+    with pytest.raises(OrderRefused, match="requires 6 clients in a sum, and it has 4"):
         taken.opened(clients=four)
     lower = [replace(taken.senders[c], fewest=2) for c in four]
     with pytest.raises(OrderRefused, match="not the sum"):
@@ -310,7 +326,7 @@ def test_keys_that_no_site_has_made_for_the_run_are_refused(round_of_a):
         b"",
     ):
         round_of_a.key = as_tensor(sealed)
-        with pytest.raises(OrderRefused, match="not one that a site has sealed"):
+        with pytest.raises(OrderRefused, match="not encrypted for this run"):
             round_of_a.encrypt("b")
     round_of_a.key = as_tensor(own.new_run_key(RUN, parameters))  # another one of this run
     with pytest.raises(OrderRefused, match="not the sum"):
@@ -320,7 +336,7 @@ def test_keys_that_no_site_has_made_for_the_run_are_refused(round_of_a):
 def test_vectors_for_another_scheme_are_not_encrypted(tmp_path):
     sites = Sites(tmp_path)
     sites.sums["b"].keep(sites.vectors, {"bits": 20}, order("train", SITES["b"]))
-    with pytest.raises(OrderRefused, match="not what the configuration says"):
+    with pytest.raises(OrderRefused, match="has no encrypted sum"):
         Encrypted(sites)
 
 

@@ -206,19 +206,34 @@ def test_what_is_no_update_is_left_out(options, lies, tmp_path, recwarn):
     assert len(skipped) == 2 * len(refused), "\n".join(skipped)
 
 
-@pytest.mark.slow
-def test_metrics_of_an_evaluation_that_no_site_could_mean_are_left_out(tmp_path):
+# of other dtypes than the same metric of other sites
+OF_EVALUATIONS = {
+    f"a val/loss of {value.dtype}": of_clients(metrics={"val/loss": value})
+    for value in (
+        torch.tensor(1 + 1j),
+        torch.tensor(1.0).to(torch.float8_e4m3fn),
+        torch.tensor(1, dtype=torch.uint64),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    "lies", [OF_EVALUATIONS, pytest.param(OF_METRICS, marks=pytest.mark.slow)], ids=len
+)
+def test_metrics_of_an_evaluation_that_no_site_could_mean_are_left_out(lies, tmp_path, recwarn):
     evaluated = built("ClientEvaluation", every_n_rounds=1)
     config = configuration(
         data__init_args__client_val_fraction=0.2,
         trainer__callbacks=[evaluated],
-        trainer__max_epochs=len(OF_METRICS),
+        trainer__max_epochs=len(lies),
     )
     with three_sites(config) as sites:
-        channel = Lying(sites, "evaluate", OF_METRICS.items())
+        channel = Lying(sites, "evaluate", lies.items())
         over_network(sites, config, tmp_path, channel=channel)
-    assert channel.told == [*OF_METRICS]
-    assert last(tmp_path)["epoch"] == len(OF_METRICS) - 1
+    assert channel.told == [*lies]
+    assert last(tmp_path)["epoch"] == len(lies) - 1
+    left_out = [str(each.message) for each in recwarn if "without client" in str(each.message)]
+    assert lies is OF_METRICS or len(left_out) == 2 * len(lies), left_out
 
 
 def facts():
@@ -269,6 +284,19 @@ def test_states_of_metrics_that_are_not_finite_are_refused(value):
             read_metrics(logged, {name: torch.full_like(none, value)}, module)
 
 
+@pytest.mark.parametrize(
+    ("place", "name", "said"),
+    [("all", "x", "metric x has no sum value"), ("sum", "\x1b[2Jx", "printable")],
+)
+def test_a_state_with_values_of_single_examples_and_a_name_of_escape_codes_are_refused(
+    place, name, said
+):
+    module = torch.nn.ModuleDict({"sum": torchmetrics.SumMetric(), "all": torchmetrics.CatMetric()})
+    told = {f"stage/metrics/{place}/{state}": torch.ones(3) for state in ("value", "sum_value")}
+    with pytest.raises(ValueError, match=said):
+        read_metrics([[name, name, place]], told, module)
+
+
 def test_what_a_site_says_of_itself_comes_back_and_nothing_else_is_taken():
     told = document_of(facts())
     assert read_document(SiteFacts, told) == facts()
@@ -289,8 +317,11 @@ def test_what_a_site_says_of_itself_comes_back_and_nothing_else_is_taken():
             {"clients": [[2, 10**10], [3, 1]]},
             "client 2 must be a whole number.* at most 1000000000",
         ),
-        ({"clients": [[2, 1], [2, 1]]}, "clients must be of different clients"),
-        ({"held_out": {"validation": [], "test": []}}, "held_out: validation is of other clients"),
+        ({"clients": [[2, 1], [2, 1]]}, "clients must name every client once"),
+        (
+            {"held_out": {"validation": [], "test": []}},
+            "held_out: validation must have the same clients",
+        ),
         ({"signing": "x" * 64}, "signing must be 64 hexadecimal digits"),
         ({"largest": 1}, "largest must be a text"),
         ({"batch_size": 0}, "batch_size must be a whole number, at least 1"),
@@ -298,13 +329,15 @@ def test_what_a_site_says_of_itself_comes_back_and_nothing_else_is_taken():
 )
 def test_a_site_that_says_nonsense_of_itself_is_named(change, said):
     answer = Answer(site="b", order="0" * 64, options=document_of(facts()) | change)
-    with pytest.raises(ConfigurationError, match=f"site b: what it says of itself: .*{said}"):
+    with pytest.raises(
+        ConfigurationError, match=f"site b: its facts about itself are not valid: .*{said}"
+    ):
         facts_of({"b": answer})
 
 
 # a CPU does not train in 16-mixed
 GREETINGS = [
-    (lambda told: {}, "site b: what it says of itself: it has no"),
+    (lambda told: {}, "site b: its facts about itself are not valid: it has no"),
     (lambda told: {**told, "precision": "16-mixed"}, r"16-mixed: b\. .* bf16-mixed or 32-true"),
 ]
 

@@ -90,7 +90,7 @@ def test_a_lost_run_goes_on_by_itself_to_the_same_bits(act, reason):
     lost = [line for line in saying.said if line.startswith("the run was lost")]
     assert len(lost) == 1
     assert reason in lost[0]
-    assert "the run starts again from its last whole round" in lost[0]
+    assert "the run starts again from its last completed round" in lost[0]
     assert saying.said[-1] == "bit-identical to the simulation; all files are removed"
     assert sum("| round 1/" in line for line in saying.said) == 1
 

@@ -80,10 +80,13 @@ def test_a_view_travels_as_what_it_shows_and_what_arrives_shares_no_memory():
         ({"kind": "shutdown"}, "kind must be one of hello, calibrate, train"),
         ({"run": "A" * 32}, "run must be 32 hexadecimal digits"),
         ({"round": True}, "round must be a whole number, at least 0, got True"),
-        ({"clients": (1, 1)}, "clients must be different"),
+        ({"clients": (1, 1)}, "clients must name every client once"),
         ({"clients": [1]}, "clients must be a list, in Python a tuple"),
-        ({"clients": ()}, "names at least one"),
-        ({"counted": {2: 1}}, r"clients \[4\] are to train and not in it"),
+        ({"clients": ()}, "must name at least one client"),
+        (
+            {"counted": {2: 1}},
+            r"counted must contain all clients of an order to train; missing: \[4\]",
+        ),
         ({"counted": {2: 8, 4: 0}}, "client 2 must be a whole number, at least -1 and at most 7"),
         ({"options": {"lr": float("nan")}}, "options.lr is nan"),
         ({"options": {"betas": (0.9, 0.99)}}, "options.betas has the type tuple.*use a list"),
@@ -109,7 +112,10 @@ FAILED = Failure("training", "0" * 16)
         ({"order": "0"}, "order must be 64 hexadecimal"),
         ({"version": None}, "answer of hospital_a has fl_lightning None, here it is"),
         ({"failure": FAILED}, "has no clients, options or tensors"),
-        ({"clients": (ClientAnswer(client=1),) * 2, "tensors": {}}, "clients must be different"),
+        (
+            {"clients": (ClientAnswer(client=1),) * 2, "tensors": {}},
+            "clients must name every client once",
+        ),
         (
             {"tensors": {"2/payload": torch.ones(1, dtype=torch.uint8)}},
             "of clients that did not fail",
@@ -132,8 +138,8 @@ def test_an_answer_that_cannot_be_is_refused_where_it_is_made(change, said):
         ({"metrics": {"loss": torch.ones(1)}}, "a tensor without dimensions"),
         ({"facts": {"x": float("nan")}}, "facts: x must be a finite number"),
         ({"failure": "KeyError: 'Mrs Smith'"}, "failure must be one of"),
-        ({"failure": "training", "num_steps": 1}, "has no num_steps"),
-        ({"failure": "training", "optimizer_steps": 0}, "has no optimizer_steps"),
+        ({"failure": "training", "num_steps": 1}, "num_steps must be left out"),
+        ({"failure": "training", "optimizer_steps": 0}, "optimizer_steps must be left out"),
     ],
 )
 def test_an_answer_of_a_client_that_cannot_be_is_refused(options, said):
@@ -181,9 +187,12 @@ def test_an_order_is_no_answer():
         (lambda d: d | {"round": 7.0}, "round must be a whole number"),
         (lambda d: d | {"clients": {"4": 1}}, "clients must be a list"),
         (lambda d: d | {"counted": {"2": 1, "4": 1}}, "counted must be a list of pairs"),
-        (lambda d: d | {"counted": [[2, 1], [4, 1], [4, 1]]}, "counted must be of different"),
+        (
+            lambda d: d | {"counted": [[2, 1], [4, 1], [4, 1]]},
+            "counted must name every client once",
+        ),
         (lambda d: d | {"counted": [[4, 1], [2, 1]]}, "canonical form"),
-        (lambda d: d | {"counted": [["2", 1], [4, 1]]}, "counted must be of different"),
+        (lambda d: d | {"counted": [["2", 1], [4, 1]]}, "counted must name every client once"),
         (lambda d: [d], "must be a mapping"),
     ],
 )

@@ -123,7 +123,7 @@ def test_another_app_of_the_servers_runs_at_no_site():
         lines = [json.loads(x) for x in (folder / "log" / "audit.jsonl").read_text().splitlines()]
     assert not file.exists()
     assert [x["refusal"] for x in lines if x["kind"] == "app"] == [
-        "policy: its client app fl_lightning_run.client_app is another one"
+        "policy: its client app fl_lightning_run.client_app is not that of fl_lightning"
     ]
 
 

@@ -16,7 +16,7 @@ from fl_lightning.flower.messages import Answer, ClientAnswer, Order, OrderRefus
 from fl_lightning.flower.packing import (
     SUMS,
     RunMask,
-    hold_model,
+    copy_model,
     mask_of,
     mask_tensors,
     model_tensors,
@@ -44,7 +44,7 @@ def test_a_module_holds_all_of_another_and_nothing_of_one_that_does_not_fit():
     one, module = network(), network()
     for _ in range(3):
         one(torch.randn(4, 2))
-    hold_model(module, order(tensors=model_tensors(one)).tensors)
+    copy_model(module, order(tensors=model_tensors(one)).tensors)
     assert all(map(torch.equal, one.state_dict().values(), module.state_dict().values()))
     name = "stage/model/1.running_var"  # not the first
     for change in ("shape", "type", "name"):
@@ -57,7 +57,7 @@ def test_a_module_holds_all_of_another_and_nothing_of_one_that_does_not_fit():
         else:
             tensors[f"{name}s"] = tensor
         with pytest.raises(OrderRefused, match=r"no 1\.running_var"):
-            hold_model(module, tensors)
+            copy_model(module, tensors)
         assert all(map(torch.equal, module.state_dict().values(), one.state_dict().values()))
 
 
@@ -67,20 +67,20 @@ def test_a_mask_arrives_with_its_number_and_a_damaged_one_is_refused():
     assert mask_of(order()) is None
     for damage in (lambda told: told ^ 2, lambda told: told[:-1], torch.Tensor.float):
         damaged = {name: damage(tensor) for name, tensor in tensors.items()}
-        with pytest.raises(OrderRefused, match="the order has no mask"):
+        with pytest.raises(OrderRefused, match="the order's mask cannot be read"):
             mask_of(order(options=options, tensors=damaged))
 
 
 def test_a_site_that_missed_a_mask_says_so_if_its_clients_remember(tmp_path):
     memory = SiteMemory(tmp_path)
-    memory.serve(ClientMemory())
+    memory.load_into(ClientMemory())
     memory.follow_mask(RunMask(MASK, 2))
     assert SiteMemory(tmp_path).mask == RunMask(MASK, 2)  # which is on its disk
     memory.check_mask(RunMask(MASK, 9))  # nobody remembers anything
     memory._memory.put("feedback", 0, torch.ones(2))
     memory.check_mask(RunMask(MASK, 3))
     for number in (0, 2, 4):
-        with pytest.raises(ConfigurationError, match="missed masks in between"):
+        with pytest.raises(ConfigurationError, match="without the masks in between"):
             memory.check_mask(RunMask(MASK, number))
 
 
@@ -154,7 +154,7 @@ def test_a_client_without_usable_scores_is_named(bad):
     said = "its scores are no finite numbers ≥ 0"
     for change, sentence in (
         (lambda sent: dict.fromkeys(sent, bad), said),
-        (lambda sent: {}, r"client 1 at site b: its site's answer has nothing of it"),
+        (lambda sent: {}, r"client 1 at site b: the answer of its site does not contain it"),
         (
             lambda sent: dict.fromkeys(sent, torch.ones(1)),
             "1 at site b: its scores are not of these",
@@ -177,7 +177,7 @@ def test_a_site_that_bounds_epsilon_scores_for_nobody(tmp_path):
     with (
         three_sites(config, most_epsilon=PrivacyBudget(epsilon=1e9)) as sites,
         pytest.raises(
-            ConfigurationError, match=r"calibration: client . at site .: the site does not allow"
+            ConfigurationError, match=r"calibration: client . at site .: the site.s policy forbids"
         ),
     ):
         over_network(sites, config, tmp_path / "network")

@@ -295,8 +295,8 @@ def test_without_a_liar_every_one_of_these_patterns_has_its_sum():
 def test_the_liar_is_named():
     made = session()
     for name, words in (
-        ("seed told", "client 2 tells a false share of client 3's seed"),
-        ("own hash", "client 2 tells a false share of client 2's seed"),
+        ("seed told", "client 2 revealed a false share of client 3's seed"),
+        ("own hash", "client 2 revealed a false share of client 2's seed"),
         ("other seed", "client 2 has dealt false shares of its seed"),
         ("false share of the seed", "client 2 has dealt false shares of its seed"),
         ("hash", "client 2 sent client 3 other shares than those it is bound to"),

@@ -130,10 +130,11 @@ def test_into_the_ring_and_back(bits, numbers):
 def test_refusals():
     secure = SecureMean()
     made = mechanism(secure)
+    narrow = SecureMean()
+    narrow.begin(Terms(most_clients=6))
+    narrow.bits = 8
     with pytest.raises(ConfigurationError, match=r"need 1\d bits, and bits are 8"):
-        SecurePrivateSum(
-            lambda: made, lambda *_: secure.secure_sum(8, 0), Terms(most_clients=6), bits=8
-        )
+        SecurePrivateSum(lambda: made, narrow)
     coarse = SecureMean(levels=256)
     coarse.begin(Terms(most_clients=6))
     with pytest.raises(ConfigurationError, match="leave clip, levels, max_examples"):

@@ -55,7 +55,7 @@ def test_with_a_sparse_graph_bytes_hardly_grow_with_the_cohort():
 def test_cohorts_that_are_too_small():
     vectors = updates()
     with pytest.raises(ValueError, match="num_clients"):
-        SecureSum()({1: vectors[3]}, round_index=0)
+        SecureSum()({1: vectors[3]}, round_index=0, seed=0)
     few = {c: vectors[c] for c in CLIENTS[:5]}
     with pytest.raises(AbortedError, match="at least 6 must"):
         SecureSum()(few, CLIENTS[5:], round_index=0, seed=0)

@@ -19,6 +19,7 @@ from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.commands import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.plain_json import shown
 from fl_lightning.federation import LAST, Federation, checkpoint_folders
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.packing import RunMask
@@ -109,15 +110,15 @@ class OverSites:
         told = remote.greet(self._wanted)
         sizes = {client: n for facts in told.values() for client, n in facts.clients.items()}
         _check_encrypted(told, federation, model)
-        _compare_precision(told, trainer.precision)
-        _hold_limits(told, model)
+        _compare_sites(told, trainer.precision)
+        _limit_clients(told, model)
         federation.clients_side = partial(
             sites_for(federation, counted, len(sizes)),
             remote=remote,
             signing_keys={s: bytes.fromhex(f.signing) for s, f in told.items() if f.signing},
         )
         self._stops = dict.fromkeys(told, remote.order("stop", (), ({}, {}), 0))
-        first = next(iter(told.values()))
+        first = told[min(told)]
         elsewhere = DataElsewhere(
             data,
             num_examples=sizes,
@@ -132,7 +133,7 @@ class OverSites:
         return elsewhere
 
     def end(self) -> None:
-        """Order all sites to stop, after which they delete the run's state."""
+        """Order all sites to end the run; clients' state stays on their disks."""
         self._correspondence.forget_posted()
         for _ in self._correspondence.ask(self._stops):
             pass
@@ -188,7 +189,7 @@ def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, mode
         check_encrypted(told, hidden.agreed_sum, size)
 
 
-def _hold_limits(told: Mapping[str, SiteFacts], model: Any) -> None:
+def _limit_clients(told: Mapping[str, SiteFacts], model: Any) -> None:
     """Set the largest sub-networks that clients can train in the model, by the limits of their sites.
 
     Raises:
@@ -201,13 +202,13 @@ def _hold_limits(told: Mapping[str, SiteFacts], model: Any) -> None:
             largest = model.space.parse(facts.largest)
         except (ConfigurationError, AttributeError) as error:
             raise ConfigurationError(
-                f"site {site}: its largest sub-network {facts.largest} is none of this model: {error}"
+                f"site {site}: its largest sub-network {shown(facts.largest)} is none of this model: {error}"
             ) from None
         model.most_of_clients |= dict.fromkeys(facts.clients, largest)
 
 
-def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
-    """Warn of sites that train in another precision than the configuration's.
+def _compare_sites(told: Mapping[str, SiteFacts], ours: str) -> None:
+    """Warn of sites with another precision than the configuration's, or other batches than the first site.
 
     Raises:
         ConfigurationError: naming sites with a precision whose loss scale all clients would have to share.
@@ -220,9 +221,17 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
     for site, facts in told.items():
         if facts.precision != ours:
             rank_zero_warn(
-                f"site {site} trains in precision {facts.precision}, not in {ours} as this configuration says: each "
-                "site sets its precision in its own.yaml"
+                f"site {site} trains in precision {shown(facts.precision)}, not in {ours} as this configuration "
+                "says: each site sets its precision in its own.yaml"
             )
+    first = min(told)
+    batches = {site: (facts.batch_size, facts.drop_last) for site, facts in told.items()}
+    if others := sorted(site for site in told if batches[site] != batches[first]):
+        rank_zero_warn(
+            f"sites {', '.join(others)} have another batch_size or drop_last than site {first}, from whose "
+            f"{batches[first][0]} examples a batch the server counts local steps, e.g. for learning rates by "
+            "step: set them alike in each own.yaml"
+        )
 
 
 def _run_of(checkpoint: Any) -> str:

@@ -27,7 +27,7 @@ from fl_lightning.data.shards import FlatShards
 from fl_lightning.federation import clients_as_owners
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import Order, OrderRefused
-from fl_lightning.flower.packing import VALUES, examples_of, hold_model, of_stage
+from fl_lightning.flower.packing import VALUES, copy_model, examples_of, of_stage
 from fl_lightning.flower.policy import MOST_CLIENTS, Policy, Refused, check_most, read_policy
 from fl_lightning.flower.server.elsewhere import unknown_elsewhere
 from fl_lightning.flower.server.remote_clients import STAGES, SiteFacts
@@ -115,10 +115,12 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 raise ConfigurationError("\n".join(problems))
             data.prepare_data()
             data.setup("fit")
-            passes = self._get(self.config_init, "federation").local_epochs or 0
-            batches = -(-max(data.clients.num_examples) // (data.batch_size or 1))
+            federation = self._get(self.config_init, "federation")
+            per_pass = -(-max(data.clients.num_examples) // (data.batch_size or 1))
+            batches = (federation.local_epochs or 0) * per_pass
+            batches += (federation.local_steps or 0) * self.trainer.accumulate_grad_batches
             check_most(
-                "local steps of federation.local_epochs", passes * batches, policy.most_steps
+                "batches of federation.local_epochs or local_steps", batches, policy.most_steps
             )
             largest = ""
             if policy.most_cost is not None and isinstance(model, OneShot):
@@ -197,7 +199,7 @@ class SiteCalibration:
         """Yield the sums of an order's clients with the order's model; the module does not change."""
         fit, options = self._calibration.head_fit, order.options
         with scoring(trainer) as visit:
-            hold_model(visit.module, order.tensors)
+            copy_model(visit.module, order.tensors)
             owners = clients_as_owners(trainer.datamodule)  # type: ignore[attr-defined]
             if options["what"] == SCORES:
                 device = trainer.strategy.root_device

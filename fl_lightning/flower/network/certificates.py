@@ -48,11 +48,7 @@ class Authority(NamedTuple):
 
 
 def make_authority(folder: Path) -> Authority:
-    """Make a new authority, and write ``ca.key`` and ``ca.crt``.
-
-    Args:
-        folder: existing folder.
-    """
+    """Make a new authority, and write ``ca.key`` and ``ca.crt``."""
     key = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fl-lightning network")])
     certificate = (
@@ -98,11 +94,7 @@ def make_server_certificate(folder: Path, authority: Authority, hosts: Sequence[
 
 
 def make_site_key(path: Path) -> None:
-    """Write a new key in the format of OpenSSH: the private half at a path, the public one at ``.pub``.
-
-    Args:
-        path: path of the private half.
-    """
+    """Write a new key in the format of OpenSSH: the private half at a path, the public one at ``.pub``."""
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
@@ -110,12 +102,7 @@ def make_site_key(path: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a new file that only its owner can read.
-
-    Args:
-        path: path without a file.
-        content: content of the file.
-    """
+    """Write a new file that only its owner can read."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 

@@ -27,11 +27,7 @@ _SECONDS = 60.0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return environment variables for Flower's programs: no telemetry, and paths of this package.
-
-    Args:
-        home: folder of Flower's own files.
-    """
+    """Return environment variables for Flower's programs: no telemetry, and paths of this package."""
     here, package = Path(sys.executable).parent, Path(fl_lightning.__file__).parents[1]
     paths = [str(package), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
@@ -46,11 +42,7 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 def flower_command(name: str) -> str:
-    """Return the path of one of Flower's commands.
-
-    Args:
-        name: name of the command.
-    """
+    """Return the path of one of Flower's commands."""
     return str(Path(sys.executable).with_name(name))
 
 
@@ -116,19 +108,11 @@ class Control:
         return list(self._ask("list", _CONNECTION)["runs"])
 
     def run(self, app: Path) -> str:
-        """Start a run, and return its number.
-
-        Args:
-            app: folder of the app.
-        """
+        """Start a run, and return its number."""
         return str(self._ask("run", str(app), _CONNECTION)["run-id"])
 
     def status_of(self, run: str) -> tuple[str, str]:
-        """Return the status of a run, as Flower names it, and details; ``unknown`` without an answer.
-
-        Args:
-            run: number of the run.
-        """
+        """Return the status of a run, as Flower names it, and details; ``unknown`` without an answer."""
         try:
             found = [one for one in self.runs() if str(one.get("run-id")) == run]
         except ConfigurationError:
@@ -137,11 +121,7 @@ class Control:
         return str(one["status"]), str(one.get("status-details", ""))
 
     def stop(self, run: str) -> None:
-        """End a run.
-
-        Args:
-            run: number of the run.
-        """
+        """End a run."""
         self._ask("stop", run, _CONNECTION)
 
     def _ask(self, *words: str) -> dict[str, Any]:

@@ -62,11 +62,7 @@ class NetworkFolder:
         return json.loads(self.nodes_file.read_text()) if self.nodes_file.exists() else {}
 
     def site(self, name: str) -> Path:
-        """Return the folder of a site.
-
-        Args:
-            name: name of the site.
-        """
+        """Return the folder of a site."""
         return self.folder / "sites" / name
 
     @staticmethod
@@ -121,9 +117,6 @@ class SiteFolder:
 def parse_address(given: str) -> tuple[str, int]:
     """Split an address into host and port.
 
-    Args:
-        given: ``host:port``.
-
     Raises:
         ConfigurationError: if the text is no such address.
 
@@ -142,9 +135,6 @@ def parse_address(given: str) -> tuple[str, int]:
 def parse_sites(given: str) -> tuple[str, ...]:
     """Split a text into names of sites.
 
-    Args:
-        given: names, separated by commas.
-
     Raises:
         ConfigurationError: if a name is not valid, or given twice.
 
@@ -156,7 +146,8 @@ def parse_sites(given: str) -> tuple[str, ...]:
     for name in names:
         if not _NAME.fullmatch(name):
             raise ConfigurationError(
-                f"sites: {name!r} is no name: up to 32 of a-z, 0-9, _ and -, such as hospital_a"
+                f"sites: {name!r} is not a valid name: use 1 to 32 of a-z, 0-9, _ and -, the first a letter or "
+                "digit, such as hospital_a"
             )
     if len(set(names)) < len(names):
         raise ConfigurationError(f"sites: a name is given twice in {given}")
@@ -264,17 +255,13 @@ class PublicKeys:
         forms = {"site": _NAME, "key": _PUBLIC, "signing": _SIGNING}
         if told.keys() != forms.keys() or not all(forms[n].fullmatch(told[n]) for n in forms):
             raise ConfigurationError(
-                f"keys: {file} is not what fl-lightning network keys writes at a site: site, key, signing"
+                f"keys: {file} must have site, key and signing, as fl-lightning network keys writes them"
             )
         return PublicKeys(**told)
 
 
 def make_keys(folder: Path, site: str) -> PublicKeys:
     """Write new private keys into the folder of a site, and return the public keys.
-
-    Args:
-        folder: folder of the site, made if it does not exist.
-        site: name of the site.
 
     Raises:
         ConfigurationError: if the folder has keys already.

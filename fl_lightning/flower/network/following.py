@@ -1,8 +1,7 @@
 """Start of a run over a network, its log until the end, and the status of a network's sites and runs.
 
-The server's app writes the log of a run into a file of its own, which it holds locked as long as it lives. So
-This module asks Flower for the status of the run only while nobody holds the file. Flower itself takes a minute to notice that
-a program was killed.
+The server's app writes the log of a run into a file, which it locks as long as it lives. Flower takes a minute to
+notice that a program was killed, so this module asks Flower for the status of a run only if the file is not locked.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def carry_out(
     logs = Logs(control.network.server / "log")
     saved, times = 0, 0
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
-        note = Path(name, "checkpoint")  # the run writes there where its checkpoint will be
+        note = Path(name, "checkpoint")  # in which the run writes the path of its checkpoint
         given = {**options, "note": str(note), "user": getpass.getuser()}
         for number in itertools.count():
             app, log = Path(name, f"app_{number}"), logs.new()
@@ -83,18 +82,12 @@ def carry_out(
                 saved = newest
                 if newest:
                     given["resume"] = str(last)
-                again = f"the run starts again from its {'last whole round' if newest else 'start'}"
+                again = f"the run starts again from {'its last completed round' if newest else 'its beginning'}"
                 say(f"{told}\n{again}")
 
 
 def follow(control: Control, run: str, log: Path, say: Callable[[str], None]) -> None:
     """Show the log of a run until its end; Ctrl-C ends the run.
-
-    Args:
-        control: control interface of the server.
-        run: number of the run.
-        log: log of the run.
-        say: shows a line to people.
 
     Raises:
         RoundFailure: if the run has failed.
@@ -157,11 +150,7 @@ def _is_locked(file: TextIO) -> bool:
 
 
 class Logs:
-    """Log files of a server's programs, read from their current ends.
-
-    Args:
-        folder: folder of the files.
-    """
+    """Log files of a server's programs, read from their current ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -188,12 +177,7 @@ class Logs:
 
 
 def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
-    """Return a row for each site: name, state, when it was last seen, its versions.
-
-    Args:
-        network: the network.
-        control: control interface of its server.
-    """
+    """Return a row for each site: name, state, when it was last seen, its versions."""
     nodes = {int(node["node-id"]): node for node in control.nodes()}
     registered = network.registered()
     seen_file = network.nodes_file.with_name(SEEN)
@@ -211,11 +195,7 @@ def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
 
 
 def runs(control: Control) -> Sequence[Sequence[str]]:
-    """Return a row for each run, the newest first: number, state, when it was started.
-
-    Args:
-        control: control interface of the server.
-    """
+    """Return a row for each run, the newest first: number, state, when it was started."""
     return [
         [str(one.get("run-id")), str(one.get("status")), str(one.get("running-at") or _UNKNOWN)]
         for one in control.runs()
@@ -223,11 +203,7 @@ def runs(control: Control) -> Sequence[Sequence[str]]:
 
 
 def last_log_line(network: NetworkFolder) -> str:
-    """Return the last line of the newest run's log, such as its round.
-
-    Args:
-        network: the network.
-    """
+    """Return the last line of the newest run's log, such as its round."""
     files = sorted((network.server / "log").glob(_RUNS))
     lines = files[-1].read_text().splitlines() if files else []
     return lines[-1] if lines else _UNKNOWN

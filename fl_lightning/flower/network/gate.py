@@ -62,16 +62,7 @@ def _passed(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def main(host: str, port: str, server: str, authority: str, certificate: str, key: str) -> None:
-    """Serve the port for sites until SIGTERM.
-
-    Args:
-        host: address to listen at.
-        port: port to listen at.
-        server: Flower's own address.
-        authority: file with the certificate of the authority.
-        certificate: file with the certificate of the server.
-        key: file with the key of the server.
-    """
+    """Serve the port for sites until SIGTERM."""
     uvicorn.run(
         make_gate(server, authority),
         host=host,

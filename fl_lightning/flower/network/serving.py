@@ -185,13 +185,7 @@ _REFUSED = re.compile(r"\b2004\b|\b2001\b|PermissionDenied|FLEET_NODE|activat", 
 
 
 def why_node_ended(site: SiteFolder, say: Callable[[str], None], ended: ProgramEnd) -> float:
-    """Say why the Flower node of a site has ended, and return the seconds until it is started again.
-
-    Args:
-        site: site of the node.
-        say: shows a line to people.
-        ended: end of the node.
-    """
+    """Say why the Flower node of a site has ended, and return the seconds until it is started again."""
     pause = PAUSE
     try:
         ahead = check_server(site.server, site.folder / "ca.crt")
@@ -259,10 +253,6 @@ def site_programs(
 def join(site: SiteFolder, say: Callable[[str], None]) -> None:
     """Wait until the server answers, and run a site until a signal.
 
-    Args:
-        site: the site.
-        say: shows a line to people.
-
     Raises:
         ConfigurationError: if the server is not the one of the site's network.
     """
@@ -309,7 +299,7 @@ def demo(
         own: options of every site, as YAML.
         process: function that runs as the resident process of a site, ``module:function``.
     """
-    with _passing_folder(say) as root, Supervisor() as supervisor:
+    with _temporary_folder(say) as root, Supervisor() as supervisor:
         address = f"{_LOCAL}:{free_port()}"
         network = make_network(root / "network", address, names, clients=clients)
         for name in names if own else ():
@@ -317,17 +307,17 @@ def demo(
         say(f"certificates, and a key for each of {', '.join(names)}")
         with serving(network, supervisor, bind=_LOCAL, control_port=free_port()) as control:
             say(f"the server runs at {_LOCAL}:{network.port}, HTTPS; it knows the keys")
-            sites = [_settled(network, site, root, settings or {}) for site in names]
+            sites = [_with_settings(network, site, root, settings or {}) for site in names]
             for site in sites:
                 for program in site_programs(site, say, process=process):
                     supervisor.add(program)
-            say(f"{len(sites)} sites run, three processes each")
+            say(f"sites run, with three processes each: {', '.join(names)}")
             yield Demo(network, sites, supervisor, control)
         say("ending all processes")
 
 
 @contextmanager
-def _passing_folder(say: Callable[[str], None]) -> Iterator[Path]:
+def _temporary_folder(say: Callable[[str], None]) -> Iterator[Path]:
     """Make a folder that is deleted at the end; after an error, its logs are kept elsewhere."""
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
         try:
@@ -340,7 +330,7 @@ def _passing_folder(say: Callable[[str], None]) -> Iterator[Path]:
             raise
 
 
-def _settled(
+def _with_settings(
     network: NetworkFolder, name: str, root: Path, settings: Mapping[str, object]
 ) -> SiteFolder:
     """Write settings into a site's folder, with a socket in the temporary folder; return the site."""

@@ -55,7 +55,7 @@ def check_app(folder: Path, fab: bytes, **options: Any) -> None:
     except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
         refuse(folder, fab, f"the app cannot be read: {error!r}")
     if _hash(client_app) != _hash(CLIENT_APP):
-        refuse(folder, fab, f"its client app {module} is another one")
+        refuse(folder, fab, f"its client app {module} is not that of fl_lightning")
 
 
 def refuse(folder: Path, about: bytes, reason: str) -> None:
@@ -119,11 +119,7 @@ def _put(module: Any, **functions: Any) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the tasks of a site's node.
-
-    Args:
-        words: folder of the site and address of the node.
-    """
+    """Run the tasks of a site's node."""
     folder, address = words
     _put(
         import_module(_APP),

@@ -42,9 +42,6 @@ class ProgramEnd:
 def backoff(ended: ProgramEnd) -> float:
     """Return the seconds until a program is started again: 1, 2, 4, up to 30.
 
-    Args:
-        ended: end of the program.
-
     Example:
         >>> [backoff(ProgramEnd(1, "", times)) for times in (1, 2, 3, 9)]
         [1.0, 2.0, 4.0, 30.0]

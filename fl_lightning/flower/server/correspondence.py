@@ -54,7 +54,10 @@ class Reply:
         clients, answer = self.order.clients, self.answer
         given = {} if answer is None else {each.client: each for each in answer.clients}
         for client in clients:
-            said, reason = given.get(client), self.reason or "its site's answer has nothing of it"
+            said, reason = (
+                given.get(client),
+                self.reason or "the answer of its site does not contain it",
+            )
             if said is not None and said.failure is not None:
                 reason, said = CATEGORIES[said.failure], None
             yield Part(
@@ -152,7 +155,7 @@ class Correspondence:
         while len(present := self._channel.sites()) < wanted:
             if told != present:
                 there = ", ".join(present) or "none"
-                rank_zero_info(f"waiting until {wanted} sites are there: {there} there so far")
+                rank_zero_info(f"waiting for {wanted} sites; connected so far: {there}")
             told = present
             time.sleep(_PAUSE)
         answers: dict[str, Answer] = {}
@@ -184,7 +187,7 @@ class Correspondence:
                         self._posted.append(reply)
         finally:
             for asked in waiting:  # if the caller has stopped iterating
-                self._take_out(asked)
+                self._remove(asked)
 
     def post(self, site: str, order: Order) -> None:
         """Put an order into the line of a site; `next_reply` returns the reply."""
@@ -216,7 +219,7 @@ class Correspondence:
         asked.until = time.monotonic() + self._deadline
         self._channel.send(asked.site, asked.sent, self._deadline)
 
-    def _take_out(self, asked: _PendingOrder) -> None:
+    def _remove(self, asked: _PendingOrder) -> None:
         """Remove an order from the line of its site; the next one is sent if it was the first."""
         line = self._lines.get(asked.site, deque())
         if asked not in line:
@@ -234,12 +237,12 @@ class Correspondence:
             line = self._lines.get(site)
             if line and (reply := self._reply(came, line[0])):
                 found.append((line[0], reply))
-                self._take_out(line[0])
+                self._remove(line[0])
         for asked in self._in_progress():
             if asked.until is not None and time.monotonic() >= asked.until:
                 reason, down = f"it did not answer within {self._deadline:g} s", len(asked.content)
                 found.append((asked, Reply(asked.site, asked.order, None, reason, bytes_down=down)))
-                self._take_out(asked)
+                self._remove(asked)
         self._ask_again()
         return found
 
@@ -287,9 +290,9 @@ class Correspondence:
         try:
             answer = Answer.from_bytes(came, limit=LARGEST)
         except MessageError as error:
-            return f"its answer is not one: {error}"
+            return f"its answer cannot be read: {error}"
         if answer.site != site:
-            return f"its answer says that it is {answer.site}"
+            return f"its answer has the name of site {answer.site}"
         if answer.order != name:
             return None
         if answer.failure is None:

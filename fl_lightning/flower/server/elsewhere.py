@@ -1,4 +1,4 @@
-"""Data module of a server whose clients' examples are at sites: the server knows only their numbers.
+"""Data module of a server whose clients' examples are at sites: it knows only how many each client has.
 
 Below: checks of a configuration before any site is contacted.
 """
@@ -25,8 +25,8 @@ from fl_lightning.data.summary import PartitionSummary
 from fl_lightning.federation import LocalWork, Options, WorkPlan, network_parts, shown_by
 
 _AT_SITES = (
-    "clients' examples are at sites, and something of this configuration wants to read them at the server "
-    "(an evaluation on clients' examples, a head that is fitted): leave it out over a network"
+    "over a network the server cannot read clients' examples, which are at their sites: leave out the part of "
+    "the configuration that reads them, such as a fitted head"
 )
 
 

@@ -37,7 +37,7 @@ Content = tuple[Mapping[str, Any], Mapping[str, Tensor]]  # options and tensors 
 
 
 class ClientsAtSites:
-    """The clients of a run, who are asked at their sites.
+    """The clients of a run, which the server reaches through their sites.
 
     Args:
         correspondence: exchange of messages with the sites.
@@ -62,7 +62,7 @@ class ClientsAtSites:
         self.correspondence, self.site_of = correspondence, dict[int, str]()
         self._configuration, self._digest = configuration, digest(configuration.encode())
         self._counted, self._trainer, self._current_mask = counted, trainer, mask
-        self._told_mask = ""  # name of the mask that was sent to all sites
+        self._sent_mask = ""  # name of the mask that was sent to all sites
 
     def greet(self, wanted: int) -> dict[str, SiteFacts]:
         """Wait for a number of sites, greet all that are present, and return facts about them.
@@ -75,8 +75,7 @@ class ClientsAtSites:
             for client in facts.clients:
                 if (other := self.site_of.setdefault(client, site)) != site:
                     raise ConfigurationError(
-                        f"sites {other} and {site} both say that client {client} is theirs: "
-                        "change clients in one site.yaml"
+                        f"sites {other} and {site} both have client {client}: change clients in one site.yaml"
                     )
         return told
 
@@ -150,14 +149,14 @@ class ClientsAtSites:
         A site that misses the mask is greeted with its next order.
         """
         greetings: dict[str, Order] = {}
-        if is_new := self.mask != self._told_mask:
-            self._told_mask = self.mask
+        if is_new := self.mask != self._sent_mask:
+            self._sent_mask = self.mask
             greetings = dict.fromkeys(sorted(set(self.site_of.values())), self._greeting())
         for reply in self.correspondence.ask({**greetings, **orders}, greet=is_new):
             if reply.site in orders:
                 yield reply
             elif reply.answer is None:
-                rank_zero_warn(f"site {reply.site} does not know of the new mask: {reply.reason}")
+                rank_zero_warn(f"site {reply.site} did not receive the new mask: {reply.reason}")
 
     def sums(
         self,
@@ -227,7 +226,7 @@ def _sums_in(part: Part, num_examples: int) -> tuple[dict[str, Tensor], int]:
 
 
 class Counted(Stage):
-    """Records the last round in which the update of each client counted.
+    """Records the last round in which each client's update was used.
 
     Args:
         run: id of the run, 32 hexadecimal digits; a resumed run has that of its checkpoint.
@@ -325,7 +324,7 @@ class SiteFacts:
             )
         for stage, sizes in self.held_out.items():
             if sizes.keys() != self.clients.keys():
-                raise MessageError(f"held_out: {stage} is of other clients")
+                raise MessageError(f"held_out: {stage} must have the same clients as clients")
 
 
 def facts_of(answers: Mapping[str, Answer]) -> dict[str, SiteFacts]:
@@ -339,5 +338,7 @@ def facts_of(answers: Mapping[str, Answer]) -> dict[str, SiteFacts]:
         try:
             found[site] = read_document(SiteFacts, dict(answer.options))
         except MessageError as error:
-            raise ConfigurationError(f"site {site}: what it says of itself: {error}") from None
+            raise ConfigurationError(
+                f"site {site}: its facts about itself are not valid: {error}"
+            ) from None
     return found

@@ -103,7 +103,7 @@ class Sites(FitClients):
         self.lose(ClientFailure(client, reason))
 
     def find_state(self, group: Iterable[int], ranks: Ranks) -> bool:
-        """Settle which tensors are state, from the configuration and without training."""
+        """Find the names of the clients' state from the configuration, without training a client."""
         self.local.set_state(self.rehearsal.known)
         return True
 
@@ -145,7 +145,15 @@ class Sites(FitClients):
             if reply.answer is None:
                 rank_zero_warn(f"per-client evaluation: without site {reply.site}: {reply.reason}")
                 continue
-            found |= {a.client: dict(a.metrics) for a in reply.answer.clients if a.metrics}
+            for answer in reply.answer.clients:
+                try:
+                    check_metrics(answer.metrics)
+                except ValueError as error:
+                    client = f"client {answer.client} at site {reply.site}"
+                    rank_zero_warn(f"per-client evaluation: without {client}: {error}")
+                    continue
+                if answer.metrics:
+                    found[answer.client] = dict(answer.metrics)
         if orders and not found:
             rank_zero_warn("per-client evaluation: no site releases metrics of single clients")
         return found
@@ -163,7 +171,7 @@ class Sites(FitClients):
         try:
             told = read_metrics(logged, tensors, self._run.module)
             if names := [entry[1] for entry in told.logged if _OF_SERVER.match(entry[1])]:
-                raise ValueError(f"it logs {names[0]}, which the server measures itself")
+                raise ValueError(f"it logs {names[0]}, a name of the server's own metrics")
             sums[reply.site] = told
         except ValueError as error:
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
@@ -174,11 +182,13 @@ class Sites(FitClients):
         kinds = told if isinstance(told, dict) else {}
         for name in sorted({name for client in answer.clients for name in client.metrics}):
             if _OF_SERVER.match(name):
-                rank_zero_warn(f"site {site}: {name} is left out: the server measures it itself")
+                rank_zero_warn(
+                    f"site {site}: {name} is left out: it is a name of the server's own metrics"
+                )
             kind = kinds.get(name)
             if self._kinds.setdefault(name, kind) != kind:
                 rank_zero_warn(
-                    f"site {site} reduces {name} in another way than other sites: the mean is logged"
+                    f"site {site} reduces {name} over clients in another way than other sites: the mean is logged"
                 )
                 self._kinds[name] = None
             self.collector.reductions.pop(name, None)
@@ -305,18 +315,30 @@ def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bo
     """
     if answer.num_examples != num_examples:
         raise ValueError(
-            f"its update is of {answer.num_examples} examples, and its site has said that it has "
-            f"{num_examples}"
+            f"its update has {answer.num_examples} examples, and its site reported {num_examples} at the "
+            "start"
         )
     steps = answer.optimizer_steps
     of_optimizers = steps if isinstance(steps, tuple) else () if steps is None else (steps,)
     if not 0 < answer.num_steps <= MOST_STEPS or max(of_optimizers, default=0) > MOST_STEPS:
-        raise ValueError(f"it says that it took {answer.num_steps} steps, of optimizers {steps}")
+        raise ValueError(
+            f"it has {answer.num_steps} local steps and {steps} steps of optimizers, of which at most "
+            f"{MOST_STEPS} are allowed and at least one must be local"
+        )
     effective = answer.effective_steps
     if counts_steps and not (effective is not None and LEAST_STEPS <= effective <= MOST_STEPS):
-        raise ValueError(f"its update adds up {effective} gradients")
-    for name, metric in answer.metrics.items():
+        raise ValueError(
+            f"its update sums up {effective} gradients, allowed are {LEAST_STEPS} to {MOST_STEPS}"
+        )
+    check_metrics(answer.metrics)
+
+
+def check_metrics(metrics: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if metrics of a client are no real numbers, or a mean's weight is out of range."""
+    for name, metric in metrics.items():
         if metric.dtype not in (*_REAL, *_WHOLE):
-            raise ValueError(f"its metric {name} is of {metric.dtype}")
+            raise ValueError(f"its metric {name} has the dtype {metric.dtype}")
         if name.endswith(PER_EXAMPLE) and not bool((metric > 0) & (metric <= MOST_PER_EXAMPLE)):
-            raise ValueError(f"its weight {name} is {float(metric)}")
+            raise ValueError(
+                f"its weight {name} is {float(metric)}, and must be above 0 and at most {MOST_PER_EXAMPLE:g}"
+            )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_lightning.core.container import as_tensor, bytes_of
 from fl_lightning.core.errors import RoundFailure
-from fl_lightning.core.plain_json import MessageError
+from fl_lightning.core.plain_json import MessageError, shown
 from fl_lightning.flower.documents import document_of
 from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.server.correspondence import Part
@@ -160,8 +160,8 @@ class EncryptedOverSites:
         total, senders = self._added(replace(agreed, stage="encrypt"), layout, cost)
         if total is None or len(senders) < FEWEST_CLIENTS:
             raise RoundFailure(
-                f"round {layout.round_index + 1}: {len(senders)} vectors are left for the encrypted sum, which would "
-                f"show them: it needs {FEWEST_CLIENTS} or more"
+                f"round {layout.round_index + 1}: {len(senders)} vectors are left for the encrypted sum, which "
+                f"needs {FEWEST_CLIENTS} or more: fewer could be read from it"
             )
         asked = replace(agreed, stage="open", senders=senders)
         told = {TOTAL: total.encode()}
@@ -180,7 +180,7 @@ class EncryptedOverSites:
             for part in _parts(self._remote, orders, cost):
                 try:
                     with timed(cost, "server_seconds"):
-                        message, sender = _message_of(part, layout)
+                        message, sender = _message_of(part, layout, len(asked.clients))
                         total = server.plus(total, message)
                 except ValueError as error:
                     told = f"at site {part.reply.site}: it left the encrypted sum: {error}"
@@ -227,8 +227,13 @@ class EncryptedOverSites:
         return reply.answer
 
 
-def _message_of(part: Part, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender]:
+def _message_of(part: Part, layout: CKKSLayout, num_clients: int) -> tuple[EncryptedUpdate, Sender]:
     """Return the encrypted vector of a client, and its `Sender`.
+
+    Args:
+        part: the client's part of its site's reply.
+        layout: layout of the round's vectors.
+        num_clients: number of clients that have trained.
 
     Raises:
         ValueError: if the client has sent no valid vector.
@@ -237,8 +242,12 @@ def _message_of(part: Part, layout: CKKSLayout) -> tuple[EncryptedUpdate, Sender
         raise ValueError(part.reason)
     message, nonce = (bytes_of(part.tensors.get(name)) for name in (MESSAGE, NONCE))
     fewest = part.reply.answer.options.get(FEWEST)
-    if type(fewest) is not int:
-        raise ValueError("its site's answer does not say how few clients a sum may have")
+    if (
+        type(fewest) is not int or fewest > num_clients
+    ):  # no sum of the round would be opened with it
+        raise ValueError(
+            f"its site requires {shown(fewest)} clients in a sum, and {num_clients} have trained"
+        )
     sent = layout.decoded(message)
     if sent.sender != part.client:
         raise MessageError(f"the message is of client {sent.sender}")
@@ -254,7 +263,7 @@ def _values(values: Tensor | None, layout: CKKSLayout, opener: str) -> Tensor:
     form = None if values is None else (values.dtype, values.shape)
     if values is None or form != (torch.float64, (layout.size,)) or not values.isfinite().all():
         raise RoundFailure(
-            f"round {layout.round_index + 1}: site {opener} has not opened the encrypted sum: its answer has "
-            f"not {layout.size} finite numbers"
+            f"round {layout.round_index + 1}: site {opener} has not opened the encrypted sum: its answer does "
+            f"not have {layout.size} finite numbers"
         )
     return values

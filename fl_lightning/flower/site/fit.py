@@ -1,4 +1,4 @@
-"""A site's fit, in which each epoch of Lightning's follows one order to train, until a ``stop``.
+"""A site's fit: each epoch of Lightning follows one order to train, until the server orders to stop.
 
 Model, data, precision, devices and hooks are those of the site's Trainer; cohorts, validation, checkpoints and
 schedules are the server's.
@@ -35,8 +35,8 @@ from fl_lightning.flower.packing import (
     SUMS,
     Recalibrates,
     RunMask,
+    copy_model,
     examples_of,
-    hold_model,
     mask_of,
 )
 from fl_lightning.flower.policy import Policy
@@ -79,7 +79,7 @@ class AtSite(Callback):
 
     Args:
         options: options of the federation.
-        fit: what the fit gets of the run.
+        fit: configuration, queue, client state, sums and ledger of the run.
         policy: policy of the site.
         calibrates: calibration of masks in the configuration; None without one.
     """
@@ -115,7 +115,7 @@ class AtSite(Callback):
             self._given, run, self._fit.num_rounds, self._policy, self._fit.ledger
         )
         self._rounds = SiteRounds(run, options, stages, self._allows, sums, privacy)
-        self._memory.serve(run.memory)
+        self._memory.load_into(run.memory)
         take_over(trainer, self._rounds.train, run, self._cleanup)
         if greeting is not None:
             self._follow_mask(trainer, greeting)
@@ -132,14 +132,14 @@ class AtSite(Callback):
             self._calibrate(trainer, order)
         mask = None if order is None else mask_of(order)
         if order is None or mask is None:
-            raise OrderRefused("stopped", "the run has ended before it had a mask")
+            raise OrderRefused("stopped", "the run ended before the server sent a mask")
         self._apply(trainer, order, self._memory.mask or mask)
         return order
 
     def _apply(self, trainer: Trainer, order: Order, mask: RunMask) -> None:
         """Load the model of an order into the module, and apply a mask."""
         assert self._applier is not None
-        hold_model(trainer.lightning_module, order.tensors)
+        copy_model(trainer.lightning_module, order.tensors)
         self._applier(mask.mask)
 
     def _calibrate(self, trainer: Trainer, order: Order) -> None:
@@ -161,7 +161,7 @@ class AtSite(Callback):
         answers = isinstance(calibrates, Recalibrates) if is_of_norms else calibrates is not None
         if not answers or self._given.hides_clients:
             raise OrderRefused(
-                "policy", "this run calibrates nothing like that on clients' examples in clear"
+                "policy", "this run needs no such sums, or hides single clients from the server"
             )
         if not is_of_norms:
             yield from calibrates.sums(trainer, order)
@@ -170,7 +170,7 @@ class AtSite(Callback):
             raise OrderRefused("policy", f"metrics of site.yaml do not allow {STATISTICS}")
         counts = examples_of(order)
         with visiting(trainer, "validation", mode="eval"):
-            hold_model(calibrates, order.tensors)
+            copy_model(calibrates, order.tensors)
             of_each = zip(counts.items(), calibrates.client_sums(counts), strict=True)
             yield from ((client, number, sums) for (client, number), sums in of_each)
 
@@ -178,7 +178,9 @@ class AtSite(Callback):
         """Apply the mask of an order, also to client state."""
         mask = mask_of(order)
         if self._applier is None or mask is None:
-            raise OrderRefused("policy", "this run has no masks")
+            raise OrderRefused(
+                "policy", "the order has no mask, or the configuration no MaskCalibration"
+            )
         if mask != self._memory.mask:
             self._memory.check_mask(mask)
             self._memory.begin(replace(order, clients=tuple(sorted(self._policy.clients))))
@@ -202,7 +204,7 @@ class AtSite(Callback):
                 self._calibrate(trainer, order)
             else:
                 self._follow_mask(trainer, order)
-        self._rounds.obey(order)
+        self._rounds.set_order(order)
         if order is None:
             trainer.should_stop = True
             return
@@ -223,7 +225,7 @@ class AtSite(Callback):
         """Answer the order with the round's updates."""
         plan_rounds(trainer, None)
         if (order := self._rounds.order) is not None:
-            self._rounds.pay()
+            self._rounds.charge()
             done = self._rounds.done
             self._memory.end(order, [answer.client for answer in done.answers])
             self._fit.sums.keep(self._rounds.vectors, self._rounds.rules, order)
@@ -236,7 +238,7 @@ class AtSite(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Clean up as well."""
+        """Give Trainer, module and data module back as they were."""
         self._cleanup.close()
 
 

@@ -46,14 +46,14 @@ class SiteMemory:
                 mask = Mask.from_state_dict(self._on_disk["mask"])
                 self.mask = RunMask(mask, self._on_disk["mask_number"])
 
-    def serve(self, memory: ClientMemory) -> None:
+    def load_into(self, memory: ClientMemory) -> None:
         """Load the stored state into the memory of a fit that starts."""
         self._memory = memory
         if self._on_disk:
             self._memory.load_state_dict(self._on_disk.pop("memory"))
 
     def begin(self, order: Order) -> None:
-        """Accept the new state of those clients of an order whose updates counted; discard it of the others.
+        """Accept the new state of an order's clients whose updates were used; discard that of its other clients.
 
         Raises:
             ConfigurationError: if the state of a client is of a later round than the server knows.
@@ -63,9 +63,9 @@ class SiteMemory:
             counted = order.counted.get(client, -1)
             if self._counted.get(client, -1) > counted:
                 raise ConfigurationError(
-                    f"client {client} remembers round {self._counted[client]}, and the server says that "
-                    f"round {counted} was its last: the run has gone back to an older checkpoint than "
-                    "its last one. Start a new run, or go on from last.ckpt"
+                    f"client {client} has state of round {self._counted[client]}, and round {counted} is its "
+                    "last one for the server, which has resumed an older checkpoint: resume from last.ckpt, or "
+                    "start a new run"
                 )
             if client in waiting and self._learnt.get(client) == counted:
                 self._memory.commit(client)
@@ -87,8 +87,8 @@ class SiteMemory:
         if self.mask is None or mask.number == self.mask.number + 1 or self._memory.is_empty:
             return
         raise ConfigurationError(
-            f"clients of this site remember numbers under mask {self.mask.number}, and the present one is "
-            f"{mask.number}: the site missed masks in between, which it cannot make up for. Start a new run"
+            f"clients of this site have state for mask {self.mask.number}, and the run is at mask "
+            f"{mask.number}: state cannot be converted without the masks in between. Start a new run"
         )
 
     def follow_mask(self, mask: RunMask) -> None:

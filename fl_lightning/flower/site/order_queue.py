@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -33,19 +33,19 @@ class OrderResult:
 
 
 class OutOfTime(SystemExit):
-    """Raised if an order takes longer than the site allows; not an `Exception`, to blame no client."""
+    """Raised if an order takes longer than the site allows; no `Exception`, so that no client's failure hides it."""
 
 
 class OrderQueue:
     """Passes one order at a time to the Trainer, and the result back.
 
     Args:
-        most_minutes: most minutes for the set-up of a fit, and for an order; they are enforced if the fit
-            runs in the main thread.
+        most_minutes: most minutes for the set-up of a fit, and for an order; enforced only if the fit runs in
+            the main thread, which alone can be interrupted.
     """
 
     def __init__(self, most_minutes: float = math.inf) -> None:
-        self._most_minutes, self._timer = most_minutes, threading.Timer(0, lambda: None)
+        self._most_minutes = most_minutes
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._done: SimpleQueue[OrderResult | BaseException] = SimpleQueue()
         self._waiting: Order | None = None
@@ -72,21 +72,23 @@ class OrderQueue:
 
     def start_clock(self) -> None:
         """Start the time limit: `OutOfTime` is raised in this thread if no answer comes in time."""
-        main = threading.main_thread()
-        if threading.current_thread() is not main or not math.isfinite(self._most_minutes):
-            return
-        assert main.ident is not None
-        signal.signal(signal.SIGUSR2, self._stop)
-        given = [main.ident, signal.SIGUSR2]
-        self._timer = threading.Timer(60 * self._most_minutes, signal.pthread_kill, given)
-        self._timer.daemon = True
-        self._timer.start()
+        if self._is_timed:
+            signal.signal(signal.SIGALRM, self._stop)
+            signal.setitimer(signal.ITIMER_REAL, 60 * self._most_minutes)
 
-    def _stop(self, signum: int, frame: FrameType | None) -> None:
-        if self._timer.finished.is_set():
-            raise OutOfTime(
-                f"this takes longer than most_minutes of site.yaml, {self._most_minutes:g}"
-            )
+    def _stop_clock(self) -> None:
+        if self._is_timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @property
+    def _is_timed(self) -> bool:
+        in_main = threading.current_thread() is threading.main_thread()
+        return in_main and math.isfinite(self._most_minutes)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> NoReturn:
+        raise OutOfTime(
+            f"the set-up or an order takes longer than most_minutes of site.yaml, {self._most_minutes:g}"
+        )
 
     def next_order(self) -> Order | None:
         """Wait for the next order and return it; None to end the fit."""
@@ -103,10 +105,10 @@ class OrderQueue:
 
     def answer(self, done: OrderResult) -> None:
         """Return the result of the last order; before the first one, facts about the site."""
-        self._timer.cancel()
+        self._stop_clock()
         self._done.put(done)
 
     def fail(self, error: BaseException) -> None:
         """Make `ask` raise the error that has ended the fit."""
-        self._timer.cancel()
+        self._stop_clock()
         self._done.put(Refused(str(error)) if isinstance(error, OutOfTime) else error)

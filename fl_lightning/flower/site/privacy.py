@@ -68,7 +68,10 @@ class SitePrivacy:
             Refused: if a client has no budget left.
         """
         if order.round >= self._run.planned_rounds:
-            raise OrderRefused("policy", f"round {order.round} is beyond those accounted for")
+            raise OrderRefused(
+                "policy",
+                f"round {order.round} is beyond the {self._run.planned_rounds} planned rounds",
+            )
         if self._present is None or self._present[0] > order.round:
             self._cohorts = enumerate(self._run.cohorts(self._run.planned_rounds))
             self._present = next(self._cohorts)
@@ -77,10 +80,12 @@ class SitePrivacy:
         cohort = set(self._present[1].tolist())
         if others := [client for client in order.clients if client not in cohort]:
             raise OrderRefused(
-                "policy", f"clients {others} are asked more often than was accounted for"
+                "policy", f"clients {others} are not in the cohort of round {order.round}"
             )
         if not order.options.get("buffers_stay", True):
-            raise OrderRefused("policy", "the order asks for buffers, which no noise covers")
+            raise OrderRefused(
+                "policy", "the order asks for buffers, which would leave without noise"
+            )
         self._ledger.check(self.cost, order.clients)
 
     def charge(self, clients: Iterable[int]) -> None:
@@ -132,7 +137,7 @@ def hidden_at_site(
     if secure is None or protection is None:
         if private.is_for_sums:
             raise Refused(
-                f"{type(private).__name__} has enough noise in a sum only, and the server would see single "
+                f"{type(private).__name__} has enough noise only in a sum, and the server would see single "
                 "updates: use the aggregator SecureMean, or LocalDP"
             )
         return None, made(accounted)

@@ -1,7 +1,7 @@
 """Training rounds at a site: an order names clients, and the answer has their updates.
 
 Clients train as in a simulation, by the same `FitClients` and stages. The order has the number of the round, the
-clients, the model and the options. Updates pass the stages before `Transport`, and are packed.
+clients, the model and the options. Updates pass through the stages before `Transport`, and are then packed.
 
 Clients are evaluated on the examples that they hold out.
 """
@@ -45,7 +45,7 @@ from fl_lightning.flower.packing import (
     constants_digest,
     metric_tensors,
     of_stage,
-    take_metrics,
+    pop_metrics,
 )
 from fl_lightning.flower.site.order_queue import OrderResult
 from fl_lightning.flower.site.privacy import SitePrivacy
@@ -58,7 +58,7 @@ NORM, ERROR = "round/client_update_norm", "round/compression_error"
 
 
 class SiteRounds:
-    """Rounds of a site inside Lightning's loop.
+    """Trains the clients of the server's orders inside Lightning's loop.
 
     Args:
         run: run of the site.
@@ -94,9 +94,9 @@ class SiteRounds:
             stage.place(run.local.space, None)
         self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._constants_agree = False
-        self.obey(None)
+        self.set_order(None)
 
-    def obey(self, order: Order | None) -> None:
+    def set_order(self, order: Order | None) -> None:
         """Set the order of the next round; None for a round without training."""
         self.order = order
         self.done = OrderResult()
@@ -119,10 +119,10 @@ class SiteRounds:
                 work = self.run.plan.of(order.clients, self.run.round_index)
                 for sent in self._clients.train(Start(model, model), work):
                     if isinstance(sent, Missing):
-                        self._answer_nothing(sent.failure)
+                        self._answer_failure(sent.failure)
                     else:
                         self._pack(sent)
-                sums = take_metrics(self.run.collector, self.run.module, self._allows)
+                sums = pop_metrics(self.run.collector, self.run.module, self._allows)
             self.done.tensors |= metric_tensors(sums)
             reductions = self.run.collector.reductions.items()
             self.done.options = {
@@ -139,7 +139,7 @@ class SiteRounds:
         model = self._packing.opened_model(order.tensors["model"], order.round, whole=True)
         self._clients.restore(model)
         if isinstance(self.run.module, Recalibrates):
-            self.run.module.hold_statistics(of_stage(SUMS, order.tensors))
+            self.run.module.use_statistics(of_stage(SUMS, order.tensors))
 
     def follow_mask(self) -> None:
         """Adapt the vectors that clients send and keep to the mask, if it has changed."""
@@ -182,7 +182,7 @@ class SiteRounds:
             self._sums.start_round(order.round)
         model = self._packing.opened_model(order.tensors["model"], order.round)
         self._clients.restore(model)  # which puts back the options of the round before
-        _take_options(self.run.trainer.optimizers, options["optimizers"])
+        _set_options(self.run.trainer.optimizers, options["optimizers"])
         self.run.local.start_round(self.run.round_index)
         self.run.local.round_start.set_by_step(options.get("by_step", ()))
         for stage in self._stages:
@@ -210,7 +210,7 @@ class SiteRounds:
         for stage in self._talking:
             told = stage.to_server(client)
             if told and self._privacy is not None:
-                raise OrderRefused("policy", f"{stage.key} sends what no noise covers")
+                raise OrderRefused("policy", f"the stage {stage.key} would send data without noise")
             for name, tensor in told.items():
                 self.done.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
         self.done.answers.append(
@@ -225,14 +225,14 @@ class SiteRounds:
             )
         )
 
-    def pay(self) -> None:
+    def charge(self) -> None:
         """Charge the privacy budget of the clients whose updates are about to leave."""
         if self._privacy is not None:
             self._privacy.charge(
                 answer.client for answer in self.done.answers if not answer.failure
             )
 
-    def _answer_nothing(self, failure: ClientFailure) -> None:
+    def _answer_failure(self, failure: ClientFailure) -> None:
         """Answer that a client has failed; the reason stays at the site."""
         log.warning("round %d, %s", self.run.round_index, failure, exc_info=failure.__cause__)
         self.done.answers.append(ClientAnswer(client=failure.client_id, failure=_category(failure)))
@@ -264,7 +264,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _take_options(
+def _set_options(
     optimizers: Sequence[Optimizer], told: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
     """Set the options of clients' optimizers to those of the round."""

@@ -148,7 +148,7 @@ class Site:
         """Add a line on an order, with the spent privacy, to the audit log."""
         try:
             epsilon = {"epsilon_spent": self._ledger.spent(), "epsilon_left": self._ledger.left()}
-        except Refused:  # the ledger cannot be read, which refuses orders
+        except Refused:  # the ledger cannot be read: orders that need it are refused
             epsilon = {"epsilon_spent": None, "epsilon_left": None}
         now = datetime.now(UTC).isoformat(timespec="seconds")
         audit.info(json.dumps({"time": now, "site": self._name} | told | epsilon))
@@ -179,17 +179,20 @@ class Site:
     def _check_run(self, order: Order) -> None:
         if order.run != self._run:
             raise OrderRefused(
-                "run", f"the order is of run {order.run}, this site is in {self._run}"
+                "run", f"the order is of run {order.run}, this site is in run {self._run or 'none'}"
             )
         if order.configuration != self._configuration:
-            raise OrderRefused("configuration", f"the order has {order.configuration}")
+            raise OrderRefused(
+                "configuration", f"the order has another configuration, {order.configuration}"
+            )
 
     def _check_round(self, order: Order) -> None:
         # without rounds each client has its own last round, and its state shows if the server went back
         last = self._round if self._has_rounds else max(order.counted.values())
         if order.round <= last:
             raise OrderRefused(
-                "round", f"this site has answered round {last}, not this order of {order.round}"
+                "round",
+                f"this site has answered round {last} already, and the order is of round {order.round}",
             )
 
     def _hello(self, order: Order) -> Mapping[str, Any]:
@@ -199,7 +202,8 @@ class Site:
             text = str(order.options["configuration"])
             if digest(text.encode()) != order.configuration:
                 raise OrderRefused(
-                    "configuration", "its text is not the one of which it has the hash"
+                    "configuration",
+                    "the text of the configuration does not have the hash in the order",
                 )
             self._start(order, self._policy.site_configuration(_parsed(text), self._own))
         mask = mask_of(order)
@@ -226,7 +230,9 @@ class Site:
     def _asked(self, order: Order | None) -> OrderResult:
         """Return the fit's result of an order; None for its facts about the site, which come first."""
         if self._queue is None:
-            raise OrderRefused("stopped", "the run has ended at this site: say hello again")
+            raise OrderRefused(
+                "stopped", "the run has ended at this site: the server must greet it again"
+            )
         try:
             return self._queue.ask(order)
         except BaseException:
@@ -258,9 +264,9 @@ def _parsed(text: str) -> Mapping[str, Any]:
     try:
         configuration = load(text)
     except (yaml.YAMLError, ConfigurationError) as error:
-        raise OrderRefused("configuration", f"it is no YAML: {error}") from None
+        raise OrderRefused("configuration", f"the configuration is not YAML: {error}") from None
     if not isinstance(configuration, dict):
-        raise OrderRefused("configuration", "it is no mapping")
+        raise OrderRefused("configuration", "the configuration is no mapping of options")
     return configuration
 
 

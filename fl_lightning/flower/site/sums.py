@@ -118,7 +118,7 @@ class SiteSums:
         if stage == ProtocolStage.ADVERTISE:
             self._begin(asked, order)
         elif replace(asked, stage=0) != self._agreed:
-            raise OrderRefused("sum", "this site takes no part in this sum, or was started again")
+            raise OrderRefused("sum", "this site did not begin this sum, or was restarted since")
 
         def say(client: int) -> dict[str, Tensor]:
             secure = self._clients.pop(client)  # back again unless it refuses
@@ -135,7 +135,7 @@ class SiteSums:
             return {MESSAGE: as_tensor(said)}
 
         done = _of_each(order, say)
-        self._kept.note()
+        self._kept.save()
         return done
 
     def _begin(self, agreed: SecureStage, order: Order) -> None:
@@ -148,19 +148,19 @@ class SiteSums:
             is_agreed = False
         if not is_agreed:
             raise OrderRefused(
-                "sum", f"{session} is not what the configuration says, and what was trained on"
+                "sum", f"{session} does not follow from the configuration and the order to train"
             )
         policy.check_secure_sum(session.least_survivors)
         if policy.most_epsilon is not None and not session.active:
             raise OrderRefused(
                 "policy",
-                "site.yaml has most_epsilon, and a server that breaks the rules of this sum reads single "
-                "vectors, which have a share of the noise only: SecureMean needs active: true",
+                "site.yaml has most_epsilon, and a server that breaks the rules of this sum could read single "
+                "vectors, which have only a share of the noise: set active: true of SecureMean",
             )
         if session.active and policy.signing_key is None:
             raise OrderRefused("policy", "the sum is signed, and site.yaml has no signing_key")
         if session.active and (unknown := sorted(set(agreed.sites) - policy.peers.keys())):
-            raise OrderRefused("policy", f"the sum is with sites that peers do not have: {unknown}")
+            raise OrderRefused("policy", f"peers of site.yaml have no key of the sites {unknown}")
         kept.begin(list(agreed.clients), "began with a sum of {}")
         key = policy.private_key
         directory = agreed.directory({s: bytes.fromhex(k) for s, k in policy.peers.items()})
@@ -189,7 +189,7 @@ class SiteSums:
             raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
         trained = rules.pop(TRAINED_ON)
         if rules.pop("scheme", "") != "ckks":
-            raise OrderRefused("sum", f"CKKS is not what the configuration says: {rules}")
+            raise OrderRefused("sum", f"the configuration has no encrypted sum, but {rules}")
         key, parameters = SumKey(policy.sum_key), CKKSParameters(**rules)
         if asked.stage == "key":
             return OrderResult(tensors={KEY: as_tensor(self._sealed(key, order.run, parameters))})
@@ -231,11 +231,11 @@ class SiteSums:
     def _opened(self, client: CKKSClient, asked: EncryptedStage, total: Any) -> OrderResult:
         senders = asked.senders
         if asked.opener != self._policy.name:
-            raise OrderRefused("sum", f"{asked.opener} is to open this sum")
+            raise OrderRefused("sum", f"site {asked.opener} opens this sum")
         self._policy.check_secure_sum(len(senders))
         if len(senders) < (fewest := max(each.fewest for each in senders)):
             raise OrderRefused(
-                "policy", f"a site wants {fewest} clients in a sum, and it is of {len(senders)}"
+                "policy", f"a site requires {fewest} clients in a sum, and it has {len(senders)}"
             )
         values = client.open(total, senders)
         self._kept.begin(asked.opener, "was encrypted for {} to open it")
@@ -312,7 +312,7 @@ class SiteVectors:
         elif self._told["parties"] != parties:
             before = how.format(self._told["parties"])
             raise OrderRefused("sum", f"round {self.round} {before}")
-        self.note()
+        self.save()
 
     def open(self, who: str, clients: Iterable[int]) -> None:
         """Record on disk the clients of the sum that ``who`` helps to open, before any answer is sent.
@@ -324,9 +324,9 @@ class SiteVectors:
         opened = self._told["opened"].setdefault(who, asked)
         if opened != asked:
             raise OrderRefused(
-                "sum", f"{who} opened the sum of {opened}, and the server asks for {asked}"
+                "sum", f"{who} has opened the sum of clients {opened}, not that of {asked}"
             )
-        self.note()
+        self.save()
 
     def count_opening(self) -> None:
         """Count a decrypted sum of the round, before it leaves.
@@ -336,10 +336,13 @@ class SiteVectors:
         """
         self._told["openings"] = self._told.get("openings", 0) + 1
         if self._told["openings"] > MOST_OPENINGS:
-            raise OrderRefused("sum", f"{MOST_OPENINGS} sums of round {self.round} were opened")
-        self.note()
+            raise OrderRefused(
+                "sum",
+                f"{MOST_OPENINGS} sums of round {self.round} were opened already, the most allowed",
+            )
+        self.save()
 
-    def note(self) -> None:
+    def save(self) -> None:
         """Store the opened sums and the used rounds on disk, before a message leaves."""
         with whole_file(self._told_file) as file:
             file.write(json.dumps(self._told | {"used": self.used}).encode())

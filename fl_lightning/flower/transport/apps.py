@@ -70,7 +70,7 @@ def make_server_app(run: Run | str, folder: Path) -> ServerApp:
 
 @contextmanager
 def _logged(log: str) -> Iterator[None]:
-    """Write all output into a file, which is locked meanwhile; Flower's account of an error is not in it."""
+    """Redirect stdout and stderr to a file inside this block, and lock the file; without a path, do nothing."""
     if not log:
         yield
         return
@@ -81,7 +81,7 @@ def _logged(log: str) -> Iterator[None]:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
             yield
-        except RoundFailure:  # it has told its reason
+        except RoundFailure:  # whose reason was printed
             raise
         except Exception:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Interface of a channel between server and sites, and the asking side of a site's socket.
+"""Channel between the server and its sites, and the client side of a site's socket.
 
 The client app, which Flower starts for every message, asks the site's resident process over a Unix socket that
 only its owner can open. The app needs only the standard library.
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 class Channel(Protocol):
     """Interface of a channel to the sites.
 
-    A site has one order at a time: another one takes its place. Every order has one outcome: an answer, or None
-    if it is lost. A lost order may be sent again once its site is among `sites`.
+    A site works on one order at a time; a new order replaces it. Every order has one outcome: an answer, or
+    None if the order is lost. A lost order may be sent again once its site is among `sites`.
     """
 
     def sites(self) -> list[str]:
-        """Return the names of the sites that are present and idle."""
+        """Return the names of the sites that are connected and idle."""
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
         """Send an order; `receive` returns the outcome.
@@ -70,11 +70,7 @@ def ask(path: Path, order: bytes, seconds: float) -> bytes | None:
 
 
 def state_of(path: Path) -> str | None:
-    """Return the state of a resident process, ``idle`` or ``busy``; None without an answer.
-
-    Args:
-        path: path of the socket.
-    """
+    """Return the state of a resident process, ``idle`` or ``busy``; None without an answer."""
     kind, state = _reply(path, STATE, b"", _STATE_SECONDS)
     return state.decode(errors="replace") if kind == STATE else None
 
@@ -157,11 +153,7 @@ _KEY = "message"
 
 
 def packed(message: bytes) -> RecordDict:
-    """Wrap a message in a Flower array, so that Flower sends it in pieces.
-
-    Args:
-        message: bytes of the message.
-    """
+    """Wrap a message in a Flower array, so that Flower sends it in pieces."""
     from flwr.app import Array, ArrayRecord, RecordDict
 
     array = Array(dtype="uint8", shape=(len(message),), stype=STYPE, data=message)
@@ -169,11 +161,7 @@ def packed(message: bytes) -> RecordDict:
 
 
 def unpacked(content: RecordDict) -> bytes | None:
-    """Return the message that Flower has delivered; None if it is not one of `packed`.
-
-    Args:
-        content: content of Flower's message.
-    """
+    """Return the message that Flower has delivered; None if it is not one of `packed`."""
     from flwr.app import ArrayRecord
 
     record = content.get(_KEY)

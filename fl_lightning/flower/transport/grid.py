@@ -27,6 +27,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from typing_extensions import override
 
+from fl_lightning.core.plain_json import shown
 from fl_lightning.core.processes import holder_of, try_lock
 from fl_lightning.flower.site.ledger import whole_file
 from fl_lightning.flower.transport.channel import Channel, packed, unpacked
@@ -49,12 +50,12 @@ class _SentOrder:
 
     Attributes:
         id: Flower's id of the message.
-        doubted_at: time at which the site is queried.
-        idle: number of times in a row that the site has then said that it is idle.
+        query_at: time from which the site is queried whether it still works on the order.
+        idle: number of times in a row that the site has answered that it is idle.
     """
 
     id: str
-    doubted_at: float
+    query_at: float
     idle: int = 0
 
 
@@ -135,7 +136,7 @@ class GridChannel(Channel):
             return
         self._nodes = {name: node for name, node in self._nodes.items() if node in online}
         asked = {node for node, _ in self._queries.values()}
-        late = [site for site, sent in self._orders.items() if sent.doubted_at < self._looked]
+        late = [site for site, sent in self._orders.items() if sent.query_at < self._looked]
         doubted = {self._nodes[site] for site in late if site in self._nodes}
         for node in (online - set(self._nodes.values()) | doubted) - asked:
             if (id_ := self._push(RecordDict(), node, "query", _QUERY_TTL)) is not None:
@@ -145,33 +146,42 @@ class GridChannel(Channel):
         for reply in self._pull(list(self._queries)):
             node, _ = self._queries.pop(reply.metadata.reply_to_message_id, (None, 0.0))
             if node is not None and not reply.has_error():
-                self._believe(node, reply.content)
+                self._identify(node, reply.content)
         now = time.monotonic()
         self._queries = {id_: asked for id_, asked in self._queries.items() if asked[1] > now}
 
-    def _believe(self, node: int, content: RecordDict) -> None:
+    def _identify(self, node: int, content: RecordDict) -> None:
         told: Any = content.get("site") or {}
         name, state = told.get("site"), told.get("state")
         if self._names is not None and self._names.get(node) != name:
-            log.error("node %d says it is %s, but its key is not of that site", node, name)
+            log.error(
+                "node %d says that it is site %s, but its registered key is another site's",
+                node,
+                shown(name),
+            )
         elif not isinstance(name, str) or self._nodes.get(name, node) != node:
-            log.error("node %d says it is %s, as another one does", node, name)
+            log.error(
+                "node %d says that it is site %s, as another node does, or has no name",
+                node,
+                shown(name),
+            )
         elif name in self._orders:
-            self._doubt(name, is_idle=state == "idle")
+            self._count_idle(name, is_idle=state == "idle")
         elif state != "idle":
-            log.warning("site %s: its process is %s", name, state)
+            log.warning("site %s: its process is %s", name, shown(state))
         else:
             self._nodes[name] = node
-            self._note_seen(name, {key: str(told.get(key)) for key in _FACTS})
+            # shown, because a site may send any text and `status` prints it
+            self._note_seen(name, {key: shown(told.get(key)).strip("'") for key in _FACTS})
 
-    def _doubt(self, site: str, *, is_idle: bool) -> None:
+    def _count_idle(self, site: str, *, is_idle: bool) -> None:
         """Count an order as lost if its site says twice that it is idle."""
         self._pull_answers()  # its own comes ahead of that to the query
         if (sent := self._orders.get(site)) is None:
             return
         sent.idle = sent.idle + 1 if is_idle else 0
         if not is_idle:
-            sent.doubted_at = time.monotonic() + _DOUBT_SECONDS
+            sent.query_at = time.monotonic() + _DOUBT_SECONDS
         elif sent.idle > 1:
             self._lose(site, "the network has lost the message")
 
@@ -203,11 +213,11 @@ class GridChannel(Channel):
 
 @contextmanager
 def turn(channel: GridChannel, options: Mapping[str, object]) -> Iterator[None]:
-    """Wait until no other run of this server is active: sites train for one run at a time.
+    """Wait until no other run of this server is active, because sites train for one run at a time.
 
     Args:
         channel: channel of the run; polling it ends a run that was stopped.
-        options: options of the run, which tell other runs whose run this is.
+        options: options of the run; runs that wait print its user and folder.
     """
     names = os.environ.get(NAMES_VARIABLE)
     if names is None:

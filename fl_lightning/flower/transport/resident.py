@@ -47,17 +47,17 @@ _LONGEST_PATH = 103
 
 
 class Resident(socketserver.ThreadingUnixStreamServer):
-    """Listens at a socket, and has a handler answer orders, one at a time; each connection has a thread.
+    """Server at a Unix socket: passes orders to a handler, one at a time; each connection has a thread.
 
     Args:
         path: path of the socket, which only its owner can open; its folder is made if it does not exist.
-        handler: returns the answer to an order; an exception is logged, and the asker gets none.
+        handler: returns the answer to an order; if it raises, the error is logged and no answer is sent.
 
     Raises:
         ConfigurationError: if others could reach the socket, or another process serves it.
     """
 
-    daemon_threads = True  # an order does not keep the process from its end
+    daemon_threads = True  # an order does not delay the end of the process
 
     def __init__(self, path: Path, handler: Handler) -> None:
         self._path, self._handler = path, handler
@@ -96,11 +96,13 @@ class Resident(socketserver.ThreadingUnixStreamServer):
                     send(connection, STATE, b"busy" if self._at_work.locked() else b"idle")
                 elif kind == ORDER:
                     with self._at_work:
-                        is_gone = connection.poll()  # an asker says no more until the answer
+                        is_gone = connection.poll()  # a live client app sends nothing more
                         answer = None if is_gone else self._answer(content)
                     send(connection, FAILED if answer is None else ORDER, answer or b"")
             except (EOFError, OSError) as error:
-                log.warning("an asker is gone: %s", error)
+                log.warning(
+                    "the client app closed its connection before it had the answer: %s", error
+                )
 
     def _answer(self, order: bytes) -> bytes | None:
         """Return the handler's answer to an order; None if it has failed."""

@@ -265,7 +265,7 @@ class SecureServer:
                         kind, place, holder
                     ):
                         lies.append(
-                            f"client {holder} tells a false share of client {place}'s {kind[:-1]}"
+                            f"client {holder} revealed a false share of client {place}'s {kind[:-1]}"
                         )
                     collected[kind].setdefault(place, {})[holder] = share
         if lies:
@@ -276,7 +276,7 @@ class SecureServer:
         """Reconstruct the secrets, and return them by kind and client."""
         for place in self.survivors - shares["seeds"].keys():
             raise AbortedError(
-                f"no client has revealed a share of client {place}'s seed, so its mask cannot be removed"
+                f"no client has revealed a share of client {place}'s seed, so its pad cannot be removed"
             )
         secrets: dict[str, dict[int, bytes]] = {kind: {} for kind in _SECRETS}
         for kind in _SECRETS:
@@ -291,8 +291,8 @@ class SecureServer:
                 bound = self._pad_key(place) if is_key else self._sealed[place].commitment
                 if told != bound:
                     raise AbortedError(
-                        f"client {place} has dealt false shares of its {kind[:-1]}: another comes out "
-                        "than it is bound to"
+                        f"client {place} has dealt false shares of its {kind[:-1]}: their secret does not "
+                        "fit its commitment"
                     )
         return secrets
 
