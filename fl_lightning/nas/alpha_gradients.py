@@ -12,22 +12,22 @@ Gradients are of first order, or go through one step of the weights:
              w± = w ± ε ∇_{w'} L_val,   ε = 0.01 / ‖∇_{w'} L_val‖
     exact    the derivative of L_val(w'(α), α), by differentiating ∇_w L_train once more
 
-v is the momentum buffer, μ its factor, λ the weight decay: w' is the result of the next step of SGD. Losses are functions of named weights and named architecture
-parameters, e.g. by ``functional_call``. All calls must evaluate the same function, so draw the same noise
-in every call. The error of ``finite`` can exceed its correction where rectifiers switch between w⁺ and
-w⁻; ``exact`` has no such error and takes more time and memory.
+v is the momentum buffer, μ its factor, λ the weight decay: w' is the result of the next step of SGD. A loss is
+a function of the weights and of α, by name, e.g. by ``functional_call``, and must draw the same noise in every
+call. The error of ``finite`` can exceed its correction where a ReLU switches between w⁺ and w⁻; ``exact`` has
+no such error and takes more time and memory.
 
-REINFORCE has a baseline of earlier rewards and a bonus for entropy:
+REINFORCE has a baseline b, the moving average of rewards, and a bonus for entropy:
 
     R̂ = R + 1e-4 · H(π)             no gradient flows through the entropy H
     b ← 0.95 b + 0.05 R̂
 
-A baseline of earlier rewards does not change the expected gradient; a gradient through H would. The first
-reward is its own baseline, so that the first step is zero.
+The baseline does not change the expected gradient; a gradient through H would. The first reward is its own
+baseline, so that the first step is zero.
 
 A penalty adds the expected cost to the loss of α:
 
-    E = expected cost, Σ p · F,   r = reference,   CE = the task's loss
+    E = Σ p · F, the expected cost,   r = reference,   CE = loss of the task
 
     log          CE · α (log E / log r)^β     r = e:   Wu et al. 2019, FBNet, section 3.2
                                               else:    Cai et al. 2019, ProxylessNAS, its code (mul#log)
@@ -67,7 +67,7 @@ Order = Literal["first", "finite", "exact"]
 
 @dataclass(frozen=True)
 class WeightStep:
-    """The next step of SGD on the weights, without dampening and Nesterov momentum.
+    """Step of plain SGD, without dampening and Nesterov momentum, through which a gradient of α goes.
 
     Attributes:
         lr: learning rate ξ >= 0.
@@ -81,7 +81,7 @@ class WeightStep:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> WeightStep | None:
-        """Return the next step of a plain SGD optimizer, or None for another optimizer."""
+        """Return the next step of an optimizer; None if it is not plain SGD."""
         group = optimizer.param_groups[0]
         if type(optimizer) is not torch.optim.SGD or group["dampening"] or group["nesterov"]:
             return None
@@ -90,10 +90,10 @@ class WeightStep:
     def taken(
         self, weights: Tensors, gradients: Tensors, velocities: Tensors | None = None
     ) -> dict[str, Tensor]:
-        """Return the weights w' after the step, by name.
+        """Return the weights after the step, by name.
 
         Args:
-            weights: w.
+            weights: weights before the step, by name.
             gradients: gradients of the training loss, by the same names.
             velocities: momentum buffers by name; a missing buffer starts with this gradient.
         """
@@ -123,7 +123,7 @@ class Gradient(AlphaGradient):
         self.order: Order = order
 
 
-# of a search that tries cells at its end: drawn ones (best_of), or by perturbation
+# of a search in which accuracy chooses the architecture at the end
 TRIES_CELLS = Traits(
     needs={
         Trait.SIMULATION: "counts right answers of cells on clients' examples at its end (best_of above 1, or "
@@ -140,16 +140,16 @@ class Reward(AlphaGradient):
     Args:
         decay: decay of the moving average of rewards, in [0, 1).
         entropy_weight: weight of the entropy in the reward, at least 0.
-        best_of: number of architectures drawn by softmax(α) when the search ends, at least 1. The result is
-            the one with the highest accuracy on training examples in the shared weights. With 1 it is the
-            most probable architecture.
+        best_of: number of architectures that are drawn by softmax(α) when the search ends, at least 1. The
+            most accurate of them on training examples, in the shared weights, is the result; with 1 the
+            most probable architecture is.
 
     Raises:
-        ConfigurationError: if one is out of its range.
+        ConfigurationError: if a setting is out of range.
     """
 
     def __init__(self, decay: float = 0.95, entropy_weight: float = 1e-4, best_of: int = 1) -> None:
-        check_range("decay of the baseline", decay, "in [0, 1)")
+        check_range("decay of Reward's baseline", decay, "in [0, 1)")
         check_range("entropy_weight", entropy_weight, "at least 0")
         check_range("best_of", best_of, "at least 1")
         self.best_of = best_of
@@ -158,27 +158,30 @@ class Reward(AlphaGradient):
     def loss(
         self, reward: float, log_probability: Tensor, entropy: Tensor, baseline: Tensor
     ) -> Tensor:
-        """Return -(R̂ - b) log π, and update the baseline.
+        """Return -(R̂ - b) log π, a scalar, and update the baseline b.
 
         Args:
-            reward: reward of an architecture drawn by the current α.
+            reward: reward R of an architecture drawn by the current α.
             log_probability: log-probability log π of the architecture, a scalar; gradients flow to α.
-            entropy: sum of the entropies of all decisions, in nats, a scalar.
-            baseline: b, a writable tensor of shape (1,); 0 before the first reward.
+            entropy: sum of the entropies H of all decisions, in nats, a scalar.
+            baseline: b, shape (1,), changed in place; 0 before the first reward.
 
         Raises:
             ValueError: if the reward is not finite.
         """
         reward += self._entropy_weight * float(entropy.detach())
         if not abs(reward) < float("inf"):
-            raise ValueError(f"the reward of an architecture must be finite, got {reward}")
+            raise ValueError(
+                f"the reward of an architecture must be finite, got {reward}: the weights have diverged, lower "
+                "the lr of model.optimizer"
+            )
         before = float(baseline) or reward
         baseline.fill_(self._decay * before + (1 - self._decay) * reward)
         return -(reward - before) * log_probability
 
 
 class Penalty(ABC):
-    """Base of the losses of α that combine the loss of the task and the expected cost."""
+    """Base of the losses of α that combine the loss of the task with the expected cost."""
 
     @abstractmethod
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
@@ -193,12 +196,12 @@ class Penalty(ABC):
 @final
 @dataclass(frozen=True)
 class LogPenalty(Penalty):
-    """Task loss times a power of the log cost, CE · α (log E / log r)^β; FBNet by default, ProxylessNAS with β = 0.3.
+    """Loss times a power of the log cost, CE · α (log E / log r)^β: FBNet's; ProxylessNAS's with β = 0.3.
 
     Attributes:
-        reference: r > 1.
-        scale: α > 0.
-        exponent: β >= 0.
+        reference: r, in the unit of the cost, above 1.
+        scale: α, above 0.
+        exponent: β, at least 0.
 
     Raises:
         ConfigurationError: if a setting is out of range.
@@ -217,8 +220,8 @@ class LogPenalty(Penalty):
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
         if not cost > 1:
             raise ValueError(
-                f"the logarithm of the cost needs an expected cost above 1, got {float(cost)}: give costs "
-                "in a smaller unit, or take a linear or absolute penalty"
+                f"LogPenalty needs an expected cost above 1 for its logarithm, got {float(cost)}: use "
+                "LinearPenalty, or set model.measure to a cost in a smaller unit"
             )
         return loss * self.scale * (cost.log() / math.log(self.reference)) ** self.exponent
 
@@ -226,12 +229,12 @@ class LogPenalty(Penalty):
 @final
 @dataclass(frozen=True)
 class LinearPenalty(Penalty):
-    """Task loss plus the relative excess of the cost, CE + λ (E - r) / r; ``absolute`` takes |E - r|, as TuNAS.
+    """Loss plus the relative excess of the cost, CE + λ (E - r) / r: ProxylessNAS's; TuNAS's with ``absolute``.
 
     Attributes:
-        reference: r > 0, in the unit of the cost; with ``absolute`` the target.
-        weight: λ >= 0.
-        absolute: whether costs below the reference are penalised like costs above it.
+        reference: r, in the unit of the cost, above 0; the target of ``absolute``.
+        weight: λ, at least 0.
+        absolute: whether costs below the reference are penalised like costs above it, by |E - r|.
 
     Raises:
         ConfigurationError: if a setting is out of range.
@@ -265,17 +268,17 @@ def architecture_gradient(
     """Return the gradients of α by name; the arguments do not change.
 
     Args:
-        train: loss L_train on a batch of the weights' half.
+        train: loss L_train on a batch of the weights' half of the data.
         validation: loss L_val on a batch of the other half.
-        weights: trainable weights w.
-        alphas: architecture parameters.
+        weights: trainable weights w, by name.
+        alphas: architecture parameters, by name.
         step: next step of w; not needed for ``first``.
         velocities: momentum buffers of the weights; a missing buffer starts with this gradient.
-        order: ``first``, ``finite`` or ``exact``, as in the module's docstring.
-        step_length: ‖w± - w‖ > 0 of ``finite``; 0.01 in the paper.
+        order: ``first``, ``finite`` or ``exact``, see `Gradient`.
+        step_length: distance ‖w± - w‖ of ``finite``, above 0; 0.01 in the paper.
 
     Returns:
-        Tensors with the names and shapes of `alphas`; zeros for parameters without influence.
+        Gradients with the names and shapes of `alphas`; zeros for those without influence on the loss.
 
     Raises:
         ConfigurationError: if `order` is unknown, or `step_length` is not positive.

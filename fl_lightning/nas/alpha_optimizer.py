@@ -1,13 +1,13 @@
 """Optimizer of the architecture parameters α in a federation: at the server, or at the clients.
 
-    client:  α_i ← α - η Σ_t g_{i,t}               plain SGD, one step per local step
-    server:  g = Σ_i w_i (α - α_i) / (η Σ_i w_i)   the mean of the clients' sums of gradients
-             α ← optimizer(α, g)                   Adam, whose moments last from round to round
+    client i:  α_i ← α - η Σ_t g_{i,t}               plain SGD, one step per local step
+    server:    g = Σ_i w_i (α - α_i) / (η Σ_i w_i)   the mean of the clients' sums of gradients
+               α ← optimizer(α, g)                   Adam, whose moments last from round to round
 
-With one local step on a full batch each, g is the gradient over the pooled data, and α moves as in a
-central search. Adam at the clients would start with empty moments in every round: its first step is a
-sign, and the mean of signs is not the sign of the mean (gradients 0.9, -0.1, -0.1: the pooled step goes
-down, the mean of the clients' steps goes up).
+If every client takes one step on a full batch, g is the gradient over the pooled data, and α moves as in a
+central search. Adam at the clients would start with empty moments in every round. Its first step has the size
+of the rate, whatever the gradient, so that the mean of the clients' steps may have the wrong sign: for the
+gradients 0.9, -0.1, -0.1 the pooled step goes down, the mean of the clients' steps goes up.
 
 If clients step α nevertheless, the state of their optimizers can be a buffer of the module (`keep`,
 `recall`), which the server averages, or which is personal.
@@ -37,9 +37,9 @@ from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
 @final
 class GradientSignal:
-    """Running mean and variance of the gradients of α over its steps.
+    """Running mean and variance of the gradients of α.
 
-    An α whose gradients have a signal-to-noise ratio s needs about (3 / s)² steps to decide.
+    If single gradients have a signal-to-noise ratio s, α needs about (3 / s)² steps to decide.
 
     Attributes:
         count: number of gradients.
@@ -93,17 +93,17 @@ class GradientSignal:
 
 @final
 class ServerSearchStep(Stage):
-    """Stage that steps given parameters with a separate optimizer instead of the server optimizer.
+    """Stage in which the server steps some parameters with an optimizer of their own, not the server optimizer.
 
     Args:
         names: names of the parameters.
-        make_optimizer: makes the separate optimizer from a list of parameters.
-        local_lr: learning rate η > 0 of the clients' plain SGD on these parameters.
-        is_active: True for rounds in which the parameters learn; in other rounds they do not change.
-        signal: statistics to which each active round adds the gradient of the first parameter.
+        make_optimizer: makes the optimizer from a list of parameters.
+        local_lr: learning rate η of the clients' plain SGD on these parameters, above 0.
+        is_active: returns True for rounds in which the parameters learn; in others they do not change.
+        signal: statistics to which every active round adds the gradient of the first parameter.
 
     Raises:
-        ConfigurationError: if the learning rate is not positive and finite.
+        ConfigurationError: if the learning rate is not above 0 and finite.
 
     Example:
         >>> import torch
@@ -131,8 +131,9 @@ class ServerSearchStep(Stage):
     ) -> None:
         if not 0 < local_lr < math.inf:
             raise ConfigurationError(
-                f"model.architecture_optimizer: its lr must be positive and finite, got {local_lr}: the server "
-                "divides clients' updates by it. To keep the architecture fixed, train a Network"
+                f"model.architecture_optimizer: its lr must be above 0 and finite, got {local_lr}: the server "
+                "divides clients' updates by it. To train a given architecture, use an ImageClassifier with a "
+                "fl_lightning.nas.Network"
             )
         self._names, self._make_optimizer, self._local_lr = list(names), make_optimizer, local_lr
         self._is_active, self._round, self._signal = is_active, 0, signal
@@ -152,18 +153,18 @@ class ServerSearchStep(Stage):
         if absent or partial:
             raise ConfigurationError(
                 f"the server steps {(absent or partial)[0]}, which is "
-                f"{'personal or frozen' if absent else 'frozen in part by a mask'}: leave it to train as "
-                "a whole at all clients"
+                f"{'personal or frozen' if absent else 'frozen in part by a mask'}: all clients must train all of "
+                "it, or set model.architecture_state to clients"
             )
         self._space = space
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Start a round: load the global parameters, and drop gradients of an unfinished round."""
-        present = self._views(model.params)
+        views = self._views(model.params)
         if self._optimizer is None:
-            self._params = [nn.Parameter(view.clone()) for view in present]
+            self._params = [nn.Parameter(view.clone()) for view in views]
             self._optimizer = self._make_optimizer(self._params)
-        for param, view in zip(self._params, present, strict=True):
+        for param, view in zip(self._params, views, strict=True):
             param.data.copy_(view)
         self._gradients, self._next, self._round = None, None, round_index
 
@@ -177,15 +178,15 @@ class ServerSearchStep(Stage):
         return aggregate
 
     def stepped(self, params: Tensor) -> None:
-        """Write the result of the separate optimizer into the parameters; no step if no client replied."""
+        """Step the parameters and write them into the model's; no step if no client has replied."""
         if self._gradients is None:
             return
-        if not self._is_active(self._round):  # noise of a private run may have moved them
+        if not self._is_active(self._round):  # undo the noise of a private run
             for view, param in zip(self._views(params), self._params, strict=True):
                 view.copy_(param.detach())
             return
         assert self._optimizer is not None
-        # copies, because an error may undo the server's step
+        # copies, because a later error in this round undoes the server's step
         next_params, next_optimizer = self._next = copy.deepcopy((self._params, self._optimizer))
         for param, gradient in zip(next_params, self._gradients, strict=True):
             param.grad = gradient
@@ -194,7 +195,7 @@ class ServerSearchStep(Stage):
             view.copy_(param.detach())
 
     def close(self, record: RoundRecord) -> None:
-        """Keep the new state of the separate optimizer, and note the gradient."""
+        """Keep the optimizer's new state, and add the gradient to the statistics."""
         if self._next is None:
             return
         self._params, self._optimizer = self._next
@@ -202,7 +203,7 @@ class ServerSearchStep(Stage):
             self._signal.add(self._gradients[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the separate optimizer."""
+        """Return the state of the optimizer."""
         if self._optimizer is None:
             return {}
         return {"round": self._round, "optimizer": self._optimizer.state_dict()}
@@ -216,7 +217,7 @@ class ServerSearchStep(Stage):
 
 
 def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[Tensor]) -> int:
-    """Number of values in an optimizer's state after its first step.
+    """Return the number of values in an optimizer's state after its first step.
 
     Example:
         >>> num_kept(torch.optim.Adam, [torch.zeros(3)])  # two moments, and the number of steps
@@ -229,13 +230,13 @@ def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[
 
 
 def keep(optimizer: Optimizer, kept: Tensor) -> None:
-    """Copy an optimizer's state into a flat buffer of shape (s,), in place; an empty buffer stays empty."""
+    """Copy the state of an optimizer into a buffer of shape (s,), in place; nothing if s is 0."""
     if kept.numel():
         torch.cat([tensor.reshape(-1).to(kept) for tensor in _tensors(optimizer)], out=kept)
 
 
 def recall(optimizer: Optimizer, kept: Tensor) -> None:
-    """Load an optimizer's state from a flat buffer that `keep` filled, shape (s,); zeros mean a fresh optimizer."""
+    """Load the state of an optimizer from a buffer that `keep` has filled; zeros are the state of a new one."""
     if not kept.numel():
         return
     if not optimizer.state:
@@ -268,8 +269,8 @@ def check_steps_once(option: str, optimizer: Optimizer) -> None:
     """Raise ConfigurationError for an optimizer that evaluates the loss several times per step."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
-            f"{option} is LBFGS, which evaluates the loss several times a step, and a search has one "
-            "gradient for it: use torch.optim.SGD or torch.optim.Adam"
+            f"{option} is LBFGS, which evaluates the loss several times per step, and a search evaluates it once: "
+            "use torch.optim.SGD or torch.optim.Adam"
         )
 
 

@@ -1,15 +1,15 @@
-"""`StopAtCollapse`: a callback that ends a search before its cells collapse to skips.
+"""`StopAtCollapse`: a callback that ends a search before its cells collapse to skip connections.
 
     skips        the current cell has more skips than allowed, in a round in which α moves
-    eigenvalue   the mean of the last `window` largest eigenvalues λ of the Hessian of L_search by α has
-                 grown: mean(now - window) / mean(now) < ratio; α is reset to its value `window`
-                 measurements ago, and the search ends
+    eigenvalue   the largest eigenvalue λ of the Hessian of L_search in α has grown: of its means over the last
+                 `window` measurements, mean(`window` measurements ago) / mean(now) < ratio; α is reset to
+                 its value `window` measurements ago
 
-Without a stop DARTS ends in cells of skips only, which train fastest in shared weights. A growing
-eigenvalue means that α is in a sharp minimum: keeping only the largest operation of each edge is a large
-change of α, so the resulting network is worse than the search predicts.
+DARTS without a stop ends in cells of skips only, which train fastest in shared weights. If λ is large, α is in
+a sharp minimum: the selection of one operation per edge is a large change of α, and the selected network is
+worse than the mixture.
 
-The Hessian is that of the mean loss over a fixed set of search examples from all clients; a private run
+The Hessian is that of the mean loss over a fixed set of search examples of all clients; a private run
 lists it among the values that ε does not cover.
 Sources: Liang et al. 2019, DARTS+ (two skips in a normal cell); Zela et al. 2020, Understanding and
 Robustifying Differentiable Architecture Search, section 4 (distance 5, ratio 0.75).
@@ -43,23 +43,22 @@ READS_EXAMPLES = Traits(
 
 
 class StopAtCollapse(Callback):
-    """Callback that ends the search of a `Supernet` at too many skips, or when α becomes sharp.
+    """Callback that ends the search of a `Supernet` at too many skips, or when its loss becomes sharp in α.
 
     Args:
-        most_skips: largest number of skips in a cell; the search ends when a cell has more while α moves.
-            None ignores skips.
+        most_skips: largest number of skip connections in a cell while α moves; None for any number.
         eigenvalue: whether to measure the largest eigenvalue of the Hessian in every round and log it as
             ``search/eigenvalue``. A measurement takes one backward pass per entry of α.
         num_examples: number of examples for the eigenvalue, at least 1.
         window: number of measurements in a mean, and between the two means, at least 1.
-        ratio: share in (0, 1): the search ends when the earlier mean is below this share of the current.
+        ratio: ratio of the earlier to the current mean, in (0, 1), below which the search ends.
 
     Attributes:
-        unprotected: description of the values that ε does not cover; None without an eigenvalue.
-        traits: as those of the options of a federation.
+        unprotected: description of the values that ε does not cover; None without `eigenvalue`.
+        traits: needs of the callback, which are compared with the options of a federation.
 
     Raises:
-        ConfigurationError: for values out of range; at the start for a search whose loss has no Hessian.
+        ConfigurationError: for values out of range; at the start of a search whose loss has no Hessian.
     """
 
     def __init__(
@@ -88,19 +87,20 @@ class StopAtCollapse(Callback):
         """Raise ConfigurationError for a module that is no `Supernet`, or has no Hessian to measure."""
         if not isinstance(pl_module, Supernet):
             raise ConfigurationError(
-                f"StopAtCollapse is for the search of a Supernet, not for {type(pl_module).__name__}"
+                f"StopAtCollapse ends the search of a fl_lightning.nas.Supernet, and model is "
+                f"{type(pl_module).__name__}: remove the callback"
             )
         if self._has_eigenvalue and pl_module.rule.draws:
             raise ConfigurationError(
-                f"StopAtCollapse: {type(pl_module.rule).__name__} draws its operations, so that its loss "
+                f"StopAtCollapse: with model.rule {type(pl_module.rule).__name__}, which draws operations, the loss "
                 "has no Hessian: set eigenvalue to false, or search with Softmax or PartialChannels"
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the criteria, and end the search if one is met; nothing before α moves."""
+        """End the search if a criterion is met, in rounds in which α moves."""
         assert isinstance(pl_module, Supernet)
         if not pl_module.moves_alpha(trainer.current_epoch):
-            return  # skips are those of the random start
+            return  # the cell is still that of the random start
         if self._has_many_skips(pl_module):
             self._end(trainer, f"the cell has more than {self._most_skips} skips")
         if self._has_eigenvalue:
@@ -125,13 +125,15 @@ class StopAtCollapse(Callback):
         with torch.enable_grad():
             found = largest_eigenvalue(loss, module.alphas)
         module.log("search/eigenvalue", found, rank_zero_only=True)
-        present = {name: tensor.detach().clone() for name, tensor in module.alphas.items()}
-        self._earlier = [*self._earlier, present][-self._window - 1 :]
+        alphas = {name: tensor.detach().clone() for name, tensor in module.alphas.items()}
+        self._earlier = [*self._earlier, alphas][-self._window - 1 :]
         self._eigenvalues = [*self._eigenvalues, found][-2 * self._window :]
         if has_grown(self._eigenvalues, self._window, self._ratio):
             for name, tensor in module.alphas.items():
                 tensor.data.copy_(self._earlier[0][name])
-            self._end(trainer, "the largest eigenvalue has grown: alpha goes back to before")
+            self._end(
+                trainer, "the largest eigenvalue has grown: alpha is reset to its earlier value"
+            )
 
     def _examples(self, trainer: Trainer, module: Supernet) -> Any:
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
@@ -155,11 +157,11 @@ class StopAtCollapse(Callback):
 
 
 def largest_eigenvalue(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> float:
-    """Largest (most positive) eigenvalue of the Hessian of a loss.
+    """Return the largest (most positive) eigenvalue of the Hessian of a loss.
 
     Args:
-        loss: function of the architecture parameters, equal in every call.
-        alphas: architecture parameters at which to evaluate.
+        loss: deterministic function of the architecture parameters.
+        alphas: architecture parameters, at whose values the Hessian is computed.
 
     Raises:
         ValueError: if the Hessian is not finite.
@@ -173,18 +175,21 @@ def largest_eigenvalue(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> fl
     flat = torch.cat([tensor.detach().flatten() for tensor in alphas.values()])
     hessian = torch.autograd.functional.hessian(of_all, flat)
     if not hessian.isfinite().all():
-        raise ValueError("the Hessian by alpha holds a number that is not finite")
+        raise ValueError(
+            "the Hessian of the search loss in alpha is not finite: the weights have diverged, lower the lr of "
+            "model.optimizer"
+        )
     # symmetrise: rounding makes the triangles slightly different
     return float(torch.linalg.eigvalsh((hessian + hessian.T) / 2)[-1])
 
 
 def has_grown(eigenvalues: Sequence[float], window: int, ratio: float) -> bool:
-    """True if measurements have grown: the mean before the last window is below a share of the window's mean.
+    """True if the mean of the last window, times a ratio, is above the mean of the window before.
 
     Args:
         eigenvalues: measurements, the latest last.
-        window: number of measurements in a mean, and between the two means.
-        ratio: ratio in (0, 1) of the two means.
+        window: number of measurements in a mean.
+        ratio: ratio in (0, 1).
     """
     if len(eigenvalues) < 2 * window:
         return False

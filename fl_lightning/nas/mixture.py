@@ -22,21 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fl_lightning.core.errors import ConfigurationError, check_range
-from fl_lightning.core.seeds import derive_seed, torch_generator
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Penalty, Reward, Tensors
 from fl_lightning.nas.cost.latency import latency_of_search
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
-    MixedEdge,
     PartialChannels,
     Relaxation,
     SearchStep,
@@ -45,8 +44,7 @@ from fl_lightning.nas.relaxation import (
     weights_of,
 )
 from fl_lightning.nas.sampled_paths import BinaryGates
-from fl_lightning.nas.search.proxies import PROXIES
-from fl_lightning.nas.search.proxy_scores import noise_batch
+from fl_lightning.nas.search.proxy_scores import ZeroCostStart
 from fl_lightning.nas.shared_weights import Batch, SharedWeights
 from fl_lightning.nas.spaces.cells import CellSpace, RowCosts, RowSpace, cost_table
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
@@ -58,66 +56,8 @@ from fl_lightning.server.server import as_aggregator
 Selection = Literal["alpha", "perturbation"]
 
 
-@final
-@dataclass(frozen=True)
-class ZeroCostStart:
-    """Initial α without training: how much a zero-cost proxy of the mixture falls if an operation is left out.
-
-        s[r, o] = -S(mixture of equal weights without operation o on row r)
-        α₀[r] = scale · (s[r] - mean s[r]) / std s[r]
-
-    S sees noise and fresh weights, a function of the seed, so that clients send nothing for it.
-    Source: Xiang et al. 2023, AAAI, Zero-Cost Operation Scoring, whose scores these are. Differs: they start
-    α; the paper picks operations by them, edge by edge, and searches no further.
-
-    Attributes:
-        proxy: name of the proxy, one of `PROXIES`.
-        scale: standard deviation of α over the operations of a row, above 0.
-
-    Raises:
-        ConfigurationError: for an unknown proxy, or a value out of range.
-    """
-
-    proxy: str = "synflow"
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.proxy not in PROXIES:
-            raise ConfigurationError(
-                f"alpha_start: proxy must be one of {', '.join(PROXIES)}, got {self.proxy!r}"
-            )
-        check_range("alpha_start: scale", self.scale, "above 0 and finite")
-
-    def alpha(self, network: nn.Module, space: CellSpace, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the start of α, shape (num_rows, num_operations), from a mixture with fresh weights.
-
-        It is 0 for operations that a row lacks, and for rows whose operations are all worth the same.
-
-        Raises:
-            ConfigurationError: if a score is not finite, or no operation changes it.
-        """
-        equal = space.masked(torch.zeros(space.num_rows, len(space.operations))).softmax(1)
-        edges = [module for module in network.modules() if isinstance(module, MixedEdge)]
-        scores = torch.full_like(equal, torch.nan, dtype=torch.float64)
-        for row, operation in (equal > 0).nonzero().tolist():
-            without = equal.clone()
-            without[row, operation] = 0
-            for edge in edges:
-                edge.weights = EdgeWeights(without)
-            scores[row, operation] = -PROXIES[self.proxy](network, images, labels)
-        centred = scores - scores.nanmean(1, keepdim=True)
-        spread = centred.square().nanmean(1, keepdim=True).sqrt()
-        is_equal = spread <= 1e-12 * scores.abs().nan_to_num().amax(1, keepdim=True)
-        if is_equal.all() or not scores[equal > 0].isfinite().all():
-            raise ConfigurationError(
-                f"alpha_start: {self.proxy} of the mixture is not finite, or the same whichever operation is "
-                "left out: choose another proxy"
-            )
-        return (self.scale * centred / spread).masked_fill(is_equal, 0).nan_to_num(0.0).float()
-
-
 class CellMixture(SharedWeights):
-    """LightningModule that contains all architectures of a cell space in shared weights; a subclass trains it.
+    """Base of `Supernet`: all architectures of a cell space in shared weights, and their evaluation.
 
     Args:
         networks: networks of the space of the search.
@@ -127,13 +67,13 @@ class CellMixture(SharedWeights):
     Attributes:
         alpha: logits of the operations, shape (num_rows, num_operations).
         beta: logits of the edges, shape (num_rows,), for PC-DARTS; None for other rules.
-        choice: options of the architecture that was chosen by other means than α, as integers, one per
-            decision; -1 if α selects it.
+        choice: index of the option of every decision, of the architecture that accuracy has chosen; all -1
+            if α selects it.
         latency: latency table that the penalty uses; None if it uses a counted cost.
         started_from: architecture of the zero-cost start; None for a random start.
 
     Raises:
-        ConfigurationError: for an α with a start that is held at 0.
+        ConfigurationError: for both `alpha_start` and `alpha_held`.
     """
 
     choice: Tensor
@@ -162,25 +102,18 @@ class CellMixture(SharedWeights):
         )
         self.started_from: Architecture | None = None
         if alpha_start is not None:
-            start = start + self._zero_cost(alpha_start)
+            if alpha_held:
+                raise ConfigurationError(
+                    "model.alpha_start sets alpha, and model.alpha_held keeps networks at alpha 0, where only "
+                    "gradients decide: leave one of them out"
+                )
+            start = start + alpha_start.alpha(networks, rule.edge, self.seed)
             self.started_from = space.derive(start)
         self.alpha = nn.Parameter(start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if rule.has_beta else None
         # a buffer: it comes back from the process that trained
         self.register_buffer("choice", torch.full((len(space.decisions),), -1))
         self._measured: dict[str, Tensor] = {}  # α and β of the networks with statistics
-
-    def _zero_cost(self, start: ZeroCostStart) -> Tensor:
-        if self.alpha_held:
-            raise ConfigurationError(
-                "model.alpha_start sets alpha, and model.alpha_held keeps networks at alpha 0, where only "
-                "gradients decide: leave one of them out"
-            )
-        with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw from the global one
-            torch.manual_seed(derive_seed(self.seed, "proxy weights"))
-            fresh = self.space.network(self.rule.edge, affine=False, **self.networks.shape)
-        batch = noise_batch(32, self.networks, self.seed)
-        return start.alpha(fresh, self.space, *batch)
 
     @property
     def alphas(self) -> dict[str, Tensor]:
@@ -198,7 +131,7 @@ class CellMixture(SharedWeights):
 
     @property
     def chosen(self) -> Architecture | None:
-        """Architecture that was chosen by other means than α; None if α selects it."""
+        """Architecture that accuracy has chosen at the end of the search; None if α selects it."""
         options = self.choice.tolist()
         return None if min(options) < 0 else self.space.architecture(options)
 
@@ -208,11 +141,9 @@ class CellMixture(SharedWeights):
 
     @property
     def architecture(self) -> Architecture:
-        """Architecture that α selects now; or `chosen` if there is one."""
-        if (chosen := self.chosen) is not None:
-            return chosen
+        """Current architecture: `chosen` if there is one, otherwise that of the largest α."""
         beta = None if self.beta is None else self.beta.detach()
-        return self.space.derive(self.alpha.detach(), beta)
+        return self.chosen or self.space.derive(self.alpha.detach(), beta)
 
     @property
     def shares(self) -> Tensor:
@@ -227,15 +158,13 @@ class CellMixture(SharedWeights):
 
     @property
     def shown(self) -> dict[str, EdgeWeights]:
-        """Networks that an evaluation runs: the current cell, and the mixture if the rule does not draw."""
+        """Networks that an evaluation runs: the mixture if the rule does not draw, and the current architecture."""
         mixed = {} if self.rule.draws else {"mixed": self.mixed(self.point, SearchStep())}
         return {**mixed, "cell": self.fixed(self.architecture)}
 
     def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
         """Return logits (B, num_classes) of an architecture in the shared weights; of the current if None."""
-        logits: Tensor = self.network(
-            images, self.fixed(self.architecture if architecture is None else architecture)
-        )
+        logits: Tensor = self.network(images, self.fixed(architecture or self.architecture))
         return logits
 
     def fixed(self, architecture: Architecture) -> EdgeWeights:
@@ -248,7 +177,7 @@ class CellMixture(SharedWeights):
         return replace(weights_of(operations, self.alpha), edges=edges)
 
     def mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
-        """Return the edge weights of the rule for given architecture parameters."""
+        """Return the edge weights of the rule for given values of α (and β)."""
         weights = self.rule.weights(self.space.masked(alphas["alpha"]), step)
         beta = alphas.get("beta")
         return weights if beta is None else replace(weights, edges=self.space.edge_shares(beta))
@@ -259,13 +188,15 @@ class CellMixture(SharedWeights):
         return self.costs[self._measure].expected(shares)
 
     def choose_best(self, count: int) -> str:
-        """Draw architectures by α and keep the most accurate as `chosen`; all processes call this.
+        """Draw architectures with probabilities softmax(α), and set `chosen` to the most accurate one.
+
+        All processes call this.
 
         Args:
-            count: number of draws; with 1 there is no choice.
+            count: number of draws; with 1 nothing is chosen.
 
         Returns:
-            Description of the choice, or an empty string without one, e.g. without training examples.
+            Description of the choice; empty if nothing is chosen, e.g. without training examples.
         """
         if count == 1:
             return ""
@@ -280,7 +211,7 @@ class CellMixture(SharedWeights):
         return f"the best drawn one (accuracy {accuracy:.3f})"
 
     def choose_by_perturbation(self) -> str:
-        """Keep as `chosen` the operations without which the mixture is least accurate; see `choose_best`."""
+        """Set `chosen` to the operations without which the mixture is least accurate; see `choose_best`."""
         space, alpha, mixed = self.space, self.alpha.detach(), self.mixed(self.point, SearchStep())
         factors, rows = mixed.operations.clone(), range(space.num_rows)
         is_choice = space.masked(torch.zeros_like(alpha)) == 0
@@ -295,7 +226,7 @@ class CellMixture(SharedWeights):
             found = self._accuracies([replace(mixed, operations=one) for one in without])
             if found is None:
                 return ""
-            # of operations that are missed alike the one with the largest α
+            # of operations whose removal costs the same accuracy, the one with the largest α
             missed = zip(found, (-alpha[row, options]).tolist(), options, strict=True)
             factors[row] = functional.one_hot(torch.tensor(min(missed)[2]), alpha.shape[1])
         logits = factors
@@ -306,7 +237,7 @@ class CellMixture(SharedWeights):
                 [EdgeWeights(factors * kept[:, None], edges=edges * kept) for kept in others]
             )
             assert found is not None, "the examples are those of before"
-            # of edges that are missed alike those with the largest weights
+            # of edges whose removal costs the same accuracy, those with the largest weights
             weights = ((space.masked(alpha).softmax(1) * factors).sum(1) * edges).tolist()
             least_missed = sorted(rows, key=lambda row: (-found[row], weights[row]))
             places = torch.zeros(len(rows))
@@ -316,14 +247,10 @@ class CellMixture(SharedWeights):
         return "of the operations that the mixture misses most"
 
     def _accuracies(self, networks: Sequence[EdgeWeights]) -> list[float] | None:
-        """Accuracies of networks on training examples over all clients; None without such examples."""
-        return training_accuracies(
-            self.trainer,
-            self.network,
-            networks,
-            max_examples=self.recalibration_examples,
-            seed=self.seed,
-        )
+        """Accuracies on training examples over all clients; None if there are none."""
+        if (examples := self._training_examples()) is None:
+            return None
+        return training_accuracies(self.trainer, self.network, networks, examples)
 
     # Evaluation.
 
@@ -334,26 +261,27 @@ class CellMixture(SharedWeights):
         return federation is not None and protector(federation) is not None
 
     def recalibrate(self) -> None:
-        """Recompute the batch norm statistics of the `shown` networks, unless updates are protected."""
+        """Recompute the batch norm statistics of the `shown` networks, unless `is_protected`."""
         self._measured = {name: tensor.detach().clone() for name, tensor in self.alphas.items()}
         self._sums = {}
         if not self.is_protected:
             super().recalibrate()
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return the sums that evaluations use, and the α and β that they belong to."""
+        """Return the sums that evaluations use, and the values of α and β at which they were computed."""
         return super().statistics() | {f"at/{n}": own for n, own in self._measured.items()}
 
     def use_statistics(self, told: Mapping[str, Tensor]) -> None:
-        """Use the sums of `statistics` in the next evaluation."""
+        """Use sums that `statistics` of another process returned in the next evaluation."""
         at = {name: own for name, own in told.items() if name.startswith("at/")}
         self._measured = {n.removeprefix("at/"): own.to(self.device) for n, own in at.items()}
         super().use_statistics({name: own for name, own in told.items() if name not in at})
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
-        """Context in which batch norms use the statistics of a `shown` network, or the batch's if α differs.
+        """Context in which batch norms use the statistics of a `shown` network.
 
-        Personal α select another network than the one whose statistics are known.
+        They use those of the batch if α is not the one at which statistics were computed: a personal α
+        selects another network.
         """
         known, now = self._measured, self.alphas
         is_measured = known.keys() == now.keys() and all(
@@ -373,7 +301,7 @@ class CellMixture(SharedWeights):
 
 
 def protector(federation: Any) -> Any:
-    """Return the part that protects single updates (privacy, secure aggregation), or None."""
+    """Return the option that hides single updates from the server: privacy, or a secure aggregator; or None."""
     given = federation.aggregator
     if federation.privacy is not None or given is None:
         return federation.privacy

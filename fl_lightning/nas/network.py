@@ -1,12 +1,12 @@
 """Network of one architecture, its initial weights, and the configuration that trains it.
 
-A network starts from random weights, from the weights of a supernet, or from a checkpoint of the same network.
+Initial weights are random, or those of a supernet's checkpoint or of a checkpoint of the same network.
 `retraining` returns the configuration that trains the result of a search:
 
     model                              `ImageClassifier` with a `Network` of the architecture
     data, federation, trainer, seed    those of the search, without options that only a search needs
 
-``fl-lightning fit --config FILE`` trains it. For a search without a configuration it contains only the model.
+A search that was started in Python has no configuration: then it contains the model alone.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class Network(nn.Module):
 
     Args:
         space: space of cells or of sizes.
-        architecture: string of the architecture; or name of the option of every decision, in order, as a
-            sweep chooses them; or path of a YAML file that a search wrote (architecture.yaml, retrain.yaml,
-            best.yaml), of which only the architecture is read.
+        architecture: string of the architecture; or names of the chosen options, one per decision, as in a
+            sweep; or path of a YAML file that a search wrote (architecture.yaml, retrain.yaml, best.yaml),
+            of which only the architecture is read.
         num_classes: length of the output.
         in_channels: channels of the images.
         channels: channels of the first cells, in a space of cells; the default of the space if None.
         cells: number of cells, in a space of cells; the default of the space if None.
-        weights: path of a checkpoint to start from: of a `OneShot` over the same space of sizes, or of a
-            run that trained this network; random weights if None.
-        new_head: whether the classifier starts from random weights all the same, e.g. for other classes;
+        weights: path of a checkpoint with the initial weights: of a `OneShot` over the same space of sizes,
+            or of a run that trained this network; random weights if None.
+        new_head: whether the classifier has random initial weights nevertheless, e.g. for other classes;
             the checkpoint may then have another number of classes.
 
     Raises:
-        ConfigurationError: for an architecture of another space, or options that the space does not have.
+        ConfigurationError: for an architecture of another space, or an option that the space does not have.
 
     Example:
         >>> import torch
@@ -78,11 +78,11 @@ class Network(nn.Module):
         given = {name: value for name, value in sizes.items() if value is not None}
         if isinstance(space, SizeSpace) and given:
             raise ConfigurationError(
-                f"{next(iter(given))}: {space.name} is not made of cells; its sizes are settings of the space"
+                f"{next(iter(given))} is for spaces of cells, and {space.name} is a space of sizes: leave it out"
             )
         if new_head and weights is None:
             raise ConfigurationError(
-                "new_head: all of a network without weights is new: leave it out"
+                "new_head: without weights the whole network is new: leave it out, or give weights"
             )
         shape = {"num_classes": num_classes, "in_channels": in_channels, **given}
         self.network = space.build(self.architecture, **shape)
@@ -103,7 +103,8 @@ def _chosen(space: CellSpace | SizeSpace, given: str | list[str]) -> Architectur
     for decision, option in zip(space.decisions, given, strict=False):
         if option not in decision.options:
             raise ConfigurationError(
-                f"architecture: {decision.name} is one of {', '.join(decision.options)}, got {option}"
+                f"architecture: the option of {decision.name} must be one of {', '.join(decision.options)}, got "
+                f"{option}"
             )
         choices.append(decision.options.index(option))
     return space.architecture(choices)
@@ -121,15 +122,15 @@ def load_weights(
     *,
     new_head: bool = False,
 ) -> None:
-    """Load the weights of a sub-network from a supernet, or weights of the same network.
+    """Load weights from a checkpoint of a supernet, or of the same network, in place.
 
-    Batch norm statistics are those of the file. A supernet has statistics of the largest network, so train
-    the network further, or recalibrate.
+    Batch norm statistics are those of the file, of a supernet those of its largest network: recalibrate
+    them, or train further.
 
     Args:
         network: plain network of the architecture.
         architecture: architecture of the network.
-        path: path of a checkpoint of a `OneShot` over the same space, or of the same network.
+        path: path of the checkpoint.
         shape: arguments of the space's `build`.
         new_head: whether the classifier keeps its current weights.
 
@@ -159,7 +160,7 @@ def _refusal(architecture: Architecture, shape: Mapping[str, Any]) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in shape.items())
     what = "not of a trained network of"
     advice = (
-        f"{space.name} is a space of cells: a supernet's weights make none of its networks, train it from "
+        "Weights of a supernet of cells do not fit a single network: leave weights out, and train it from "
         "scratch. "
     )
     if isinstance(space, SizeSpace):
@@ -172,7 +173,7 @@ def _tensors(path: str) -> dict[str, Tensor]:
 
 
 def _fit(tensors: Mapping[str, Tensor], network: nn.Module, heads: tuple[str, ...]) -> bool:
-    """True if tensors have the names and shapes of a network's tensors; the head may differ."""
+    """True if tensors have the names and shapes of a network's tensors, except those of the classifier."""
     own = {name: t.shape for name, t in network.state_dict().items() if not name.startswith(heads)}
     return own == {name: tensor.shape for name, tensor in tensors.items()}
 
@@ -207,12 +208,12 @@ def retraining(
     weights: str | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a configuration, for ``fl-lightning fit``, that trains one architecture from scratch or from given weights.
+    """Return a configuration for ``fl-lightning fit`` that trains one architecture.
 
     Args:
         architecture: the architecture.
         networks: networks of the architecture's space, in the shape to train.
-        weights: path of a checkpoint to start from; random weights if None.
+        weights: path of a checkpoint with the initial weights; random weights if None.
         run: configuration of the search; None if there is none.
     """
     network = {
@@ -248,29 +249,26 @@ def architecture_in(path: str) -> str:
     found = content.get("architecture") if isinstance(content, dict) else None
     if not isinstance(found, str):
         raise ConfigurationError(
-            f"architecture {path}: the file has no line 'architecture: …'; the files that a search "
-            "writes have one"
+            f"architecture {path}: the file has no line 'architecture: …': give a file that a search wrote "
+            "(architecture.yaml, retrain.yaml, best.yaml), or the architecture itself"
         )
     return found
 
 
 def _without_search(run: dict[str, Any]) -> dict[str, Any]:
     """Remove, in place, the options that a fit of one network cannot use."""
-    data = run.get("data") or {}
+    data, federation, trainer = (run.get(key) or {} for key in ("data", "federation", "trainer"))
     if "search_fraction" in (data.get("init_args") or {}):
         data["init_args"]["search_fraction"] = 0.0
-    federation = run.get("federation") or {}
-    kept = [p for p in federation.get("client_state") or () if p not in _ONLY_WHILE_SEARCHING]
-    if federation.get("client_state"):
-        federation["client_state"] = kept or None
-    personal = ((run.get("federation") or {}).get("personal") or {}).get("init_args") or {}
+    if given := federation.get("client_state"):
+        federation["client_state"] = [p for p in given if p not in _ONLY_WHILE_SEARCHING] or None
+    personal = (federation.get("personal") or {}).get("init_args") or {}
     if _ONLY_WHILE_SEARCHING & set(personal.get("parameters") or ()):
-        run["federation"]["personal"] = None
-    trainer = run.get("trainer") or {}
+        federation["personal"] = None
     callbacks = trainer.get("callbacks")
     if isinstance(callbacks, list):
-        of_search = [
-            c for c in callbacks if str(c.get("class_path")).startswith("fl_lightning.nas.")
-        ]
-        trainer["callbacks"] = [c for c in callbacks if c not in of_search] or None
+        names = [str(callback.get("class_path")) for callback in callbacks]
+        pairs = zip(callbacks, names, strict=True)
+        kept = [callback for callback, name in pairs if not name.startswith("fl_lightning.nas.")]
+        trainer["callbacks"] = kept or None
     return run

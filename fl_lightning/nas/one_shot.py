@@ -1,12 +1,12 @@
 """`OneShot`: training of one network whose sub-networks share weights: Once-for-All, BigNAS, AttentiveNAS.
 
 A space of sizes defines the largest network; sub-networks are parts of it. A method chooses the
-sub-networks and the loss of a step. `OneShot` is an ordinary LightningModule: with a ``federation`` block
+sub-networks of a step and its loss. `OneShot` is an ordinary LightningModule: with a ``federation`` block
 each client trains the sub-networks that it can afford (`capability`), and a coordinate is averaged over the
 clients that trained it.
 
-Batch norm uses the statistics of the batch in training and keeps no running ones, because sub-networks
-differ in their statistics. They are recalibrated for each evaluated sub-network, see `SubNetworkRounds`.
+In training batch norm uses the statistics of the batch and keeps no running ones, which would mix those of
+different sub-networks. An evaluation recalibrates them for every sub-network, see `SharedWeights`.
 Sources: Cai et al. 2020 (Once-for-All); Yu et al. 2020 (BigNAS); Wang et al. 2021 (AttentiveNAS).
 """
 
@@ -42,7 +42,7 @@ from fl_lightning.nas.sub_networks.rounds import SubNetworkRounds
 
 _TRAITS = Traits(
     needs={
-        Trait.ALL_PARAMETERS: "keeps to no mask but its clients' capability: a mask of its largest size "
+        Trait.ALL_PARAMETERS: "allows no mask but those of its clients' capability: a mask of the largest network "
         "leaves smaller ones with parts missing",
     },
     instead={
@@ -65,24 +65,24 @@ SUMMED = Traits(
 
 
 class OneShot(SharedWeights):
-    """Trains all sub-networks of a space of sizes in shared weights; batches are images and labels.
+    """Trains all sub-networks of a space of sizes in shared weights.
 
-    Images have shape (B, in_channels, H, W), labels (B,).
+    A batch is images (B, in_channels, H, W) and labels (B,).
 
     Args:
         space: space of sizes.
-        method: method that chooses the sub-networks of a step; `Sandwich` (BigNAS) if None.
+        method: method that chooses the sub-networks of a step and its loss; `Sandwich` (BigNAS) if None.
         num_classes: length of the output, at least 2.
         in_channels: channels of the images.
         image_size: height and width in pixels, for costs.
         label_smoothing: label smoothing of the cross entropy, in [0, 1); a sandwich applies it to the
             largest network only.
         drop_rate: dropout rate before the classifier of the largest network, in [0, 1).
-        drop_connect: rate in [0, 1) at which the last two stages of the largest network skip the residual
-            branch of a block, per example; it rises in proportion to the number of the block.
+        drop_connect: rate in [0, 1) at which an example skips the residual branch of a block, in the last
+            two stages of the largest network; it rises in proportion to the number of the block.
         zero_gamma: whether the last batch norm of every residual branch starts with a scale of 0, so that
             blocks start as shortcuts.
-        decay_weights_only: whether the optimizer's weight decay spares biases and norms.
+        decay_weights_only: whether biases, and scales and shifts of norms, are exempt from weight decay.
         capability: budget of each client; None if all clients can afford the largest network. With
             budgets the clients' optimizer must support masks (`SparseSGDM`, `SparseAdamW`).
         same_draws: whether all clients draw the same sub-networks in the same local step.
@@ -93,7 +93,8 @@ class OneShot(SharedWeights):
         seed: seed of all draws; the run's seed if None.
 
     Attributes:
-        most_of_clients: largest sub-network that a client's site allows, by client; `capability` may say less.
+        most_of_clients: largest sub-network that a client's site allows, by client; `capability` may limit
+            the client further.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -149,8 +150,8 @@ class OneShot(SharedWeights):
         norms = [branch for branch, _ in self._branches if isinstance(branch, nn.BatchNorm2d)]
         if (zero_gamma and not norms) or (drop_connect and not self._branches):
             raise ConfigurationError(
-                f"model.{'zero_gamma' if zero_gamma else 'drop_connect'}: no block of {space.name} names residual "
-                "branches that it applies to, by a method residual_branches(): leave it out"
+                f"model.{'zero_gamma' if zero_gamma else 'drop_connect'} applies to residual branches, and no block of "
+                f"{space.name} names any: leave it out, or give your blocks a method residual_branches()"
             )
         for norm in norms if zero_gamma else ():
             nn.init.zeros_(norm.weight)
@@ -167,7 +168,7 @@ class OneShot(SharedWeights):
 
     @property
     def shown(self) -> dict[str, Architecture]:
-        """Sub-networks that an evaluation runs: the smallest, a middle one and the largest."""
+        """Sub-networks that an evaluation runs: the smallest, a middle and the largest one."""
         middle = [(len(decision.options) - 1) // 2 for decision in self.space.decisions]
         return {
             "smallest": self.space.smallest,
@@ -183,7 +184,7 @@ class OneShot(SharedWeights):
     # Training.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of the method; logs the accuracy of the first sub-network that learns."""
+        """Return the loss of the method; logs the accuracy of the first sub-network that trains."""
         images, labels = self.checked(batch)
         client = self._rounds.client
         accuracies: list[Tensor] = []
@@ -228,20 +229,20 @@ class OneShot(SharedWeights):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _generator(self, client: int | None, step: int) -> torch.Generator:
-        """Return the generator of a step: own draws per client, or equal draws for all clients."""
+        """Return the generator of a step's draws, which clients share if `same_draws`."""
         own = 0 if client is None or self._same_draws else client + 1
         return torch_generator(self.seed, "sub-networks", self.current_epoch, own, step)
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Context in which the inputs of the classifier get dropout, and residual branches drop-connect."""
+        """Context of the largest network, with dropout before the classifier and drop-connect."""
         handles = []
         if self._drop_rate:
             heads = head_names(self.network)
             if not heads:
                 raise ConfigurationError(
-                    "model.drop_rate: dropout is before the classifier, which this network does not name: give "
-                    "its module a method get_classifier(), or set drop_rate to 0"
+                    "model.drop_rate is dropout before the classifier, which this network does not name: set it to "
+                    "0, or give your module a method get_classifier()"
                 )
             drop = lambda _, inputs: (functional.dropout(inputs[0], self._drop_rate), *inputs[1:])
             handles.append(self.network.get_submodule(heads[0]).register_forward_pre_hook(drop))
@@ -258,7 +259,7 @@ class OneShot(SharedWeights):
     def checked(self, batch: Any) -> Batch:
         if isinstance(batch, dict):
             raise ConfigurationError(
-                "OneShot learns from all training examples: leave data.search_fraction at 0"
+                "OneShot trains on all training examples, and data.search_fraction sets some apart: set it to 0"
             )
         check_image_size(self.networks.side, batch[0])
         return batch  # type: ignore[no-any-return]
@@ -270,7 +271,7 @@ class OneShot(SharedWeights):
         return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
 
     def recalibrate(self) -> None:
-        """Recompute statistics of the `shown` networks, and write those of the largest into the network."""
+        """Recompute the statistics of the `shown` networks; the largest one's become the network's own."""
         if has_statistics(self.network):
             super().recalibrate()
             apply_sums(self.network, self._sums.get("largest", {}))
@@ -278,7 +279,7 @@ class OneShot(SharedWeights):
     # Set up.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer and its learning rate schedule."""
+        """Return the optimizer and the schedule of its learning rate."""
         params: list[Any] = list(self.network.parameters())
         if self._decay_weights_only:  # biases, and the scales and shifts of norms, are vectors
             groups = [
@@ -301,9 +302,9 @@ class OneShot(SharedWeights):
 
 
 def residual_branches(network: nn.Module) -> list[tuple[nn.Module, float]]:
-    """Return the modules whose output is added to a shortcut, with their share of the drop-connect rate.
+    """Return the modules whose output is added to a shortcut, and their fractions of the drop-connect rate.
 
-    The share of block l of L, counted from 0, is l / L in the last two stages, and 0 before them.
+    The fraction of block l of L, counted from 0, is l / L in the last two stages, and 0 before them.
     Source: Huang et al. 2016 for the line; Wang et al. 2021 (AttentiveNAS), released code, for the stages.
     """
     stages = [module for module in network.modules() if isinstance(module, Repeat)]
@@ -317,7 +318,7 @@ def residual_branches(network: nn.Module) -> list[tuple[nn.Module, float]]:
 
 
 def _skipped(rate: float, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Return an output of which examples are zero with a probability, scaled so that its mean stays."""
+    """Return an output in which each example is zero with a probability; the others are scaled up."""
     if not rate:
         return output
     shape = (len(output), *[1] * (output.ndim - 1))

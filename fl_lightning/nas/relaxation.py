@@ -1,8 +1,8 @@
-"""Rules of relaxation, which weigh the operations of a supernet by α: base class and three rules.
+"""Rules of relaxation, which weigh the operations on the edges of a supernet by α: base class and three rules.
 
     edge r of the network:  y = Σ_o h[r, o] · o(x),   h = weights(α)
 
-Once per step a rule computes h from the architecture parameters α, and says which operations have to run.
+Once per step a rule computes h from the architecture parameters α, and selects the operations that run.
 Gradients of α flow through h. Rules with noise are in `sampled_paths`.
 
     Softmax (DARTS)              h = softmax(α): all operations run
@@ -11,12 +11,12 @@ Gradients of α flow through h. Rules with noise are in `sampled_paths`.
                                  β' = softmax(β) over a node's edges
 
 With α = 0, `SinglePath` trains all architectures with equal probability (random search with shared weights).
-PC-DARTS sends a part of the channels through the mixed edge; the rest bypasses the edge, and is pooled if
-the operations halve the side. The shuffle gives the next edge other channels. β' makes the choice of edges
+PC-DARTS sends a part of the channels through the operations. The others bypass them, and are pooled if the
+operations halve the image size. The shuffle gives the next edge other channels. β' makes the choice of edges
 stable, since α of an edge depends on the chosen channels. α is fixed for the first 15 of the 50 epochs.
 Sources: Liu, Simonyan, Yang 2019, DARTS, eq. 2; Pham et al. 2018, ENAS; Li, Talwalkar 2019; Guo et al.
 2020, Single Path One-Shot; Xu et al. 2020, PC-DARTS, sections 3.2 and 3.3, and its code.
-Differs: the pool of PC-DARTS's rest rounds odd sides up, as strided convolutions do.
+Differs: the pool of the bypassing channels rounds odd sides up, as strided convolutions do.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from fl_lightning.nas.spaces.cells import Candidate, WeighedEdge
 
 @dataclass(frozen=True)
 class SearchStep:
-    """Inputs, besides α, from which a rule computes the weights of operations in a search step.
+    """Inputs, besides α, from which a rule of relaxation computes its factors in a step of a search.
 
     Attributes:
         progress: completed fraction of the search, in [0, 1].
-        generator: CPU generator of the step's draws, for rules that draw; seeded by seed, round, client
-            and step, so that the draws are equal on every device.
-        moves_alpha: whether this step moves α; otherwise it moves the weights.
+        generator: generator of the step's draws, for rules that draw; on the CPU, so that the draws are
+            equal on every device.
+        moves_alpha: True in a step of α, False in a step of the weights.
         none: index of the operation ``none``; -1 if the space has none.
     """
 
@@ -55,13 +55,13 @@ class SearchStep:
 
 @dataclass(frozen=True, eq=False)
 class EdgeWeights:
-    """Factors of the operations on the edges of a network; each edge uses one row.
+    """Factors of the operations on the edges of a network, and of whole edges; an edge uses one row.
 
     Attributes:
         operations: factors h, shape (num_rows, num_operations).
         running: indices of the operations that run, per row; None if all run.
-        bare: whether operations that do not run add their h, which is zero. The output does not change,
-            and α of these operations gets the gradient of an output of ones.
+        bare: whether an operation that does not run adds its h, which is zero: then its α gets the gradient
+            of an output of ones.
         edges: factors of whole edges, shape (num_rows,); None if all are one.
     """
 
@@ -72,7 +72,7 @@ class EdgeWeights:
 
 
 class MixedEdge(WeighedEdge):
-    """Edge with all candidate operations, weighted by a rule; a step runs only the needed ones."""
+    """Edge with all candidate operations, weighted by `EdgeWeights`; only the selected ones run."""
 
     def __init__(self, row: int, operations: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -87,7 +87,9 @@ class MixedEdge(WeighedEdge):
         """
         weights = weights or self.weights
         if weights is None:
-            raise ValueError("an edge of a search needs the edge weights of a rule")
+            raise ValueError(
+                "this network is a mixture of operations: call it with edge weights, e.g. those of a rule"
+            )
         h = weights.operations[self.row]
         if len(h) < len(self.operations):
             raise ValueError(
@@ -106,9 +108,9 @@ class Relaxation(ABC):
     """Base of the rules of relaxation, which build edges and compute their factors.
 
     Attributes:
-        alpha_from: progress in [0, 1] from which α moves; before, only the weights learn.
+        alpha_from: fraction of the search, in [0, 1], in which only the weights learn.
         has_beta: whether the rule has logits β of whole edges, shape (num_rows,), besides α.
-        draws: whether the factors are random; then no single network is the mixture of all.
+        draws: whether the factors are random, so that there is no fixed mixture of all operations.
     """
 
     alpha_from: float = 0.0
@@ -117,7 +119,7 @@ class Relaxation(ABC):
 
     @abstractmethod
     def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
-        """Return the operations' weights on each edge; the caller multiplies by factors of edges if `has_beta`.
+        """Return the factors of the operations on every edge; the caller adds the factors of edges if `has_beta`.
 
         Args:
             alpha: logits, shape (num_rows, num_operations); gradients flow.
@@ -125,11 +127,11 @@ class Relaxation(ABC):
         """
 
     def edge(self, row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
-        """Return an edge with these candidate operations (`MakeEdge`); `CellSpace.network` calls this."""
+        """Return an edge with these candidate operations; a `MakeEdge` for `CellSpace.network`."""
         return MixedEdge(row, [make(*sizes) for make in candidates])
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Correct α after an optimizer step; returned unchanged by default.
+        """Return α after a correction of an optimizer's step; by default α is not corrected.
 
         Args:
             before: α before the step, shape (num_rows, num_operations).
@@ -140,24 +142,22 @@ class Relaxation(ABC):
 
 
 def drawn_from(step: SearchStep) -> torch.Generator:
-    """Return the random generator of a search step.
-
-    Raises:
-        ValueError: if the step has none.
-    """
+    """Return the random generator of a search step; raises ValueError if it has none."""
     if step.generator is None:
-        raise ValueError("this rule draws operations: give the step a generator")
+        raise ValueError("this rule draws operations: give the SearchStep a generator")
     return step.generator
 
 
 def gumbel_noise(alpha: Tensor, generator: torch.Generator) -> Tensor:
-    """Gumbel noise of the shape of α, drawn in float64 on the CPU and so equal on every device."""
+    """Return Gumbel noise of the shape of α; drawn in float64 on the CPU, so that devices draw the same."""
     exponential = torch.empty(alpha.shape, dtype=torch.float64).exponential_(generator=generator)
     return -exponential.clamp_min(torch.finfo(torch.float64).tiny).log().to(alpha)
 
 
 def drawn_operations(alpha: Tensor, num_draws: int, generator: torch.Generator) -> Tensor:
-    """Draw distinct operations of each row, one after the other, with probabilities softmax(α).
+    """Draw different operations for each row, one after the other, with probabilities softmax(α).
+
+    They are the largest of α plus Gumbel noise (Kool et al. 2019), also if probabilities round to zero.
 
     Args:
         alpha: logits, shape (num_rows, num_operations).
@@ -165,15 +165,14 @@ def drawn_operations(alpha: Tensor, num_draws: int, generator: torch.Generator) 
         generator: generator of the draws.
 
     Returns:
-        Indices of the operations, shape (num_rows, num_draws). They are the largest of α plus Gumbel noise
-        (Kool et al. 2019), which also works for probabilities that round to zero.
+        Indices of the operations, shape (num_rows, num_draws).
     """
     logits = alpha.detach().cpu().double()
     return (logits + gumbel_noise(logits, generator)).topk(num_draws, dim=1).indices
 
 
 def one_hot(choices: Tensor, like: Tensor) -> Tensor:
-    """Tensor like `like` with ones at the choices, shape (num_rows, 1), and zeros elsewhere."""
+    """Return a tensor like `like` with ones at the choices, of shape (num_rows, 1), and zeros elsewhere."""
     return torch.zeros_like(like).scatter(1, choices.to(like.device), 1.0)
 
 
@@ -240,14 +239,14 @@ def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
 
 
 class PartialEdge(WeighedEdge):
-    """Edge that runs a mixed edge on the first 1/K of the channels, and passes the rest."""
+    """Edge that runs a mixed edge on the first 1/K of the channels; the others bypass it."""
 
     def __init__(self, mixed: MixedEdge, part: int, stride: int) -> None:
         super().__init__()
         self.mixed, self._part, self._stride = mixed, part, stride
 
     def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
-        """Return the shuffled channels, times the factor of the edge if there is one."""
+        """Return all channels, shuffled, times the factor of the edge if there is one."""
         weights = weights or self.weights
         active = x.shape[1] // self._part
         y = self.mixed(x[:, :active], weights)
@@ -266,9 +265,10 @@ class PartialChannels(Relaxation):
     """PC-DARTS: operations run on a part of the channels, and edges have weights.
 
     Args:
-        part: number K >= 1: operations run on one in K channels; 4 in the paper, 2 for ImageNet.
+        part: number K of channels of which one runs through the operations, at least 1; 4 in the paper,
+            2 for ImageNet.
         edge_weights: whether edges have logits β; False with ``part=1`` is DARTS.
-        alpha_from: progress in [0, 1] from which α and β move.
+        alpha_from: fraction of the search, in [0, 1], in which α and β do not move.
 
     Raises:
         ConfigurationError: if a setting is out of its range.
@@ -296,13 +296,13 @@ class PartialChannels(Relaxation):
         channels_in, channels_out, stride = sizes
         if channels_in != channels_out and self._part > 1:
             raise ConfigurationError(
-                f"partial channels bypass the operations, but this edge converts {channels_in} channels "
-                f"to {channels_out}: use another space or rule, or part: 1"
+                f"PartialChannels: the channels that bypass the operations keep their number, but this edge converts "
+                f"{channels_in} channels to {channels_out}: use another space or rule, or set part to 1"
             )
         if channels_in % self._part:
             raise ConfigurationError(
-                f"partial channels use one in {self._part} channels, but an edge has {channels_in}: "
-                f"choose channels that {self._part} divides, or another part"
+                f"PartialChannels: part is {self._part}, and an edge has {channels_in} channels: set part to a "
+                f"divisor, or model.channels to a multiple of {self._part}"
             )
         active = channels_in // self._part, channels_out // self._part
         mixed = MixedEdge(row, [make(*active, stride) for make in candidates])

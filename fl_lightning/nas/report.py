@@ -1,4 +1,4 @@
-"""Logs, files and batch norm statistics of a search by `Supernet`.
+"""Logs and files of a search by `Supernet`, and the choice of the architecture at its end.
 
 Logged in every round: ``search/entropy`` of the operation probabilities (nats per row, at most the log of
 the number of operations), ``search/signal_to_noise`` of α's gradients (see `GradientSignal`),
@@ -12,8 +12,10 @@ Written at the end, in the folder of the run:
     sections/search.html    the section of report.html: architecture, probabilities and cost over rounds,
                             if a round was complete
 
-A run of several rounds is refused if α cannot decide in it: an optimizer of Adam's kind moves a number by
-about its rate per step (Kingma, Ba 2015, section 2.1), and even if all steps agree the entropy stays too high.
+Where accuracy chooses the architecture (`Supernet`'s ``selection``, `Reward`'s ``best_of``), it does so at the end
+of the last round, before checkpoints are saved, so that they contain the choice.
+A run of several rounds is refused if α cannot decide in it: Adam moves a number by about its learning rate per
+step (Kingma, Ba 2015, section 2.1), and even if all steps agree the entropy stays too high.
 The last line of a search says if α has not decided: the entropy is above 98 % of the largest possible, or,
 if α is held, the mean gradient is below 2 of its standard errors (judged from 10 steps of α on).
 In a federation the callback adds the stage by which the server steps α, see `ServerSearchStep`.
@@ -45,12 +47,10 @@ from fl_lightning.reports.page import FRAGMENTS, Page
 from fl_lightning.reports.panels import Line, curves, table_map
 from fl_lightning.reports.progress import federation_of
 
-# α has not decided above this share of the largest entropy, or, from so many steps of α on, below so many
-# standard errors
-_UNDECIDED_ENTROPY, _UNDECIDED_ERRORS, _LEAST_STEPS = 0.98, 2.0, 10
-
-# Number of pictures of a run, evenly spaced
-_NUM_PICTURES = 20
+_UNDECIDED_ENTROPY = 0.98  # share of the largest entropy above which α has not decided
+_UNDECIDED_ERRORS = 2.0  # standard errors of the mean gradient below which a held α has not decided
+_LEAST_STEPS = 10  # number of steps of α in shorter runs, which are not judged
+_NUM_PICTURES = 20  # in TensorBoard, evenly spaced over the run
 
 
 class SearchReport(Callback):
@@ -61,7 +61,7 @@ class SearchReport(Callback):
 
     def __init__(self) -> None:
         self._signal = GradientSignal()
-        # description of a choice by other means than α, empty without one; None before the search has ended
+        # how accuracy has chosen, in words; empty if α selects, None before the last round
         self._choice: str | None = None
         self._shares: dict[int, Tensor] = {}  # probabilities of the operations after each round
 
@@ -70,7 +70,7 @@ class SearchReport(Callback):
         return {**self._signal.state_dict(), "shares": dict(self._shares)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
+        """Restore the statistics from `state_dict`."""
         self._signal.load_state_dict(state_dict)
         self._shares = dict(state_dict["shares"])
 
@@ -85,7 +85,7 @@ class SearchReport(Callback):
         if federation is None:
             _check_one_device(trainer.world_size)
             return
-        _check_beside_updates(federation, module.sends_beside)
+        _check_beside_updates(federation, module)
         if stage != "fit":
             return
         if federation.local_steps is not None:
@@ -102,7 +102,7 @@ class SearchReport(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise ConfigurationError if α cannot move: for want of steps in an epoch, or of steps in all."""
+        """Raise ConfigurationError if an epoch, or the whole run, has too few steps for α."""
         module: Any = pl_module
         per_round = 1.0
         if not module.is_federated:
@@ -121,7 +121,7 @@ class SearchReport(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log the metrics of the search at the end of a round, before other callbacks read them."""
+        """Log the metrics of the search after the last batch of a round, before other callbacks read them."""
         if not trainer.is_last_batch:
             return
         module: Any = pl_module
@@ -143,8 +143,10 @@ class SearchReport(Callback):
         module.log_dict(numbers, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the current cell and the probabilities for TensorBoard, about twenty times in a run."""
+        """Choose the architecture in the last round; draw it in TensorBoard about twenty times in a run."""
         module: Any = pl_module
+        if _is_last_round(trainer):
+            self._choose(module)
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         step = trainer.current_epoch
         if not trainer.is_global_zero or step % every:
@@ -161,7 +163,7 @@ class SearchReport(Callback):
         if not module.moves_alpha(last_round):
             return (
                 f"alpha has not moved: it is fixed for the first {module.alpha_from:.0%} of the search. Its "
-                f"random start is {found}"
+                f"start is {found}. Lower model.alpha_from, or search longer"
             )
         equal = module.space.masked(torch.zeros_like(module.alpha)).softmax(1)
         entropy, largest = _entropy(module.shares), _entropy(equal)
@@ -182,9 +184,8 @@ class SearchReport(Callback):
             f"Search longer{needs}, with a higher rate of alpha, or let the weights learn first (model.alpha_from)"
         )
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _choose(self, module: Any) -> None:
         """Choose the architecture by accuracy, if an option of the search says so."""
-        module: Any = pl_module
         if module.selection == "perturbation":
             self._choice = module.choose_by_perturbation()
         else:
@@ -194,10 +195,13 @@ class SearchReport(Callback):
         """Log the found architecture and write its files."""
         module: Any = pl_module
         folder = Path(run_folder(trainer))
-        if (
-            self._choice is None
-        ):  # all rounds were done before: training did not begin, and so did not end
-            self.on_train_end(trainer, pl_module)
+        if self._choice is None:  # stopped by a later callback, or resumed without a round left
+            saved = module.chosen
+            self._choose(module)
+            if module.chosen != saved:
+                rank_zero_info(
+                    "checkpoints of this run have no choice by accuracy: alpha selects there"
+                )
         found = module.architecture
         cost = module.networks.cost(found)
         verdict = self._verdict(module, max(trainer.current_epoch - 1, 0))
@@ -214,13 +218,13 @@ class SearchReport(Callback):
         _write(folder / "architecture.yaml", network)
         _write(folder / "retrain.yaml", content)
         drawn = write_figure(cell_figure(found), folder / "cell")
-        if self._shares:  # no round is in it if none reached its last batch, as with max_steps
+        if self._shares:  # empty if no round reached its last batch, as with max_steps
             text = f"{verdict}. {', '.join(facts)}."
             self._write_section(folder, module, drawn, text)
         rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
 
     def _write_section(self, folder: Path, module: Any, drawn: str, text: str) -> None:
-        """Write the section of the report: the cell, and probabilities and costs over rounds."""
+        """Write the section of the report: the cell; probabilities, entropy and cost over rounds."""
         page, space, rounds = Page("search"), module.space, list(self._shares)
         page.heading("Architecture search")
         page.text(text)
@@ -305,6 +309,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
+def _is_last_round(trainer: Trainer) -> bool:
+    """True if the run ends with this round, unless a later callback (EarlyStopping) stops it."""
+    num_done, num_steps = trainer.current_epoch + 1, trainer.global_step
+    is_stopped = trainer.should_stop and num_done >= (trainer.min_epochs or 0)
+    return is_stopped or num_done == trainer.max_epochs or 0 <= trainer.max_steps <= num_steps
+
+
 def _check_precision(precision: str) -> None:
     """Raise ConfigurationError for a precision that stores α or its gradient in 16 bits."""
     reason = {
@@ -331,8 +342,8 @@ def _check_length(max_epochs: int | None) -> None:
     """Raise ConfigurationError for a search without a number of epochs."""
     if max_epochs is None or max_epochs < 1:
         raise ConfigurationError(
-            f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: its progress sets the "
-            "temperature, and when alpha starts to move"
+            f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: the temperature, and the round "
+            "in which alpha starts to move, depend on it"
         )
 
 
@@ -347,31 +358,35 @@ def _check_turns(alpha_every: int, num_steps: float, what: str) -> None:
     if num_steps < alpha_every:
         raise ConfigurationError(
             f"model.alpha_every is {alpha_every}, and {what} is {num_steps:g}: alpha would never move. "
-            f"Set alpha_every to {num_steps:g} at most, or train longer per round"
+            f"Set model.alpha_every to {num_steps:g} or less, or take more steps per round"
         )
 
 
-def _check_beside_updates(federation: Any, sends: str) -> None:
-    """Raise ConfigurationError if values would be sent unprotected beside protected updates.
-
-    Args:
-        federation: options of the federation.
-        sends: option because of which clients send values; empty if there is none.
-    """
-    hides = protector(federation)
-    if sends and hides is not None:
+def _check_beside_updates(federation: Any, module: Any) -> None:
+    """Raise ConfigurationError if clients would send values in clear beside protected updates."""
+    sends = {
+        "architecture_state: clients": module.architecture_state == "clients",
+        "the number of right answers of model.selection perturbation": module.selection != "alpha",
+        "the baseline of model.learn Reward": module.baseline.numel() > 0,
+    }
+    sent, hides = [what for what, is_sent in sends.items() if is_sent], protector(federation)
+    if sent and hides is not None:
         raise ConfigurationError(
-            f"{sends} is sent beside the update, and {type(hides).__name__} protects updates alone: use "
-            "architecture_state: server, learn: Gradient, and selection: alpha"
+            f"{sent[0]} is sent beside the update, and {type(hides).__name__} protects updates alone: set "
+            "model.architecture_state: server, model.learn: Gradient, and model.selection: alpha"
         )
 
 
 def _check_reach(module: Any, num_steps: float, num_rounds: int) -> None:
-    """Raise ConfigurationError if α cannot decide in a number of steps, all in one direction.
+    """Raise ConfigurationError if α cannot decide even if all its steps go in one direction.
 
     Runs of a single round or of fewer than 10 steps, which try a configuration, are not checked; nor are
-    those in which accuracy decides, or α is held or starts decided, by a zero-cost start or from an earlier
-    search.
+    those with ``selection: perturbation``, with a held α, or whose initial α is already decided.
+
+    Args:
+        module: the `Supernet`.
+        num_steps: number of steps of α in the run.
+        num_rounds: number of rounds (epochs).
     """
     optimizer = module.new_architecture_optimizer(list(module.alphas.values()))
     has_moments = "betas" in optimizer.defaults  # of Adam's kind
@@ -392,7 +407,7 @@ def _check_reach(module: Any, num_steps: float, num_rounds: int) -> None:
         least += 0.01
     if num_steps * rate < least:
         raise ConfigurationError(
-            f"alpha cannot decide in this search: it takes {num_steps:g} steps of about {rate:g}, "
-            f"{num_steps * rate:.2g} in all, and needs {least:.2g}. Set the lr of model.architecture_optimizer to "
-            f"{1.1 * least / num_steps:.2g}, or search longer"
+            f"alpha cannot decide in this search: in {num_steps:g} steps of about {rate:g} it changes by "
+            f"{num_steps * rate:.2g} at most, and a decision needs {least:.2g}. Set the lr of "
+            f"model.architecture_optimizer to {1.1 * least / num_steps:.2g}, or search longer"
         )

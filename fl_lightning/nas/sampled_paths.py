@@ -1,27 +1,27 @@
-"""Rules of relaxation that draw by noise: Gumbel noise on α (GDAS, FBNet) and binary gates (ProxylessNAS).
+"""Rules of relaxation that draw operations: Gumbel noise on α (GDAS, FBNet), binary gates (ProxylessNAS).
 
-    p = softmax((log softmax α + g) / τ),   g Gumbel
-    GDAS:   h = onehot(argmax p), with the gradient of p: one operation an edge;  τ from 10 to 0.1, linearly
-    FBNet:  h = p: soft weights that sharpen;   τ = 5 · 0.956^epoch
+    p = softmax((log softmax α + g) / τ),   g Gumbel noise
+    GDAS:   h = onehot(argmax p), with the gradient of p: one operation per edge;  τ from 10 to 0.1, linearly
+    FBNet:  h = p: all operations, with weights that sharpen;   τ = 5 · 0.956^epoch
 
-In GDAS an operation that is not selected needs a gradient of its h as well. Three rules:
+In GDAS the h of an operation that is not drawn needs a gradient as well. Three options:
 
     others    the operation                              gradient of its h
     bare      does not run, adds its h = 0               Σ dL/dy: as if its output were ones
     all       runs                                       Σ dL/dy · o(x)
     none      does not run                               none
 
-With binary gates one operation per row runs when the weights learn, and two run when α learns:
+With binary gates one operation per row runs in a step of the weights, and two in a step of α:
 
-    weights:  one operation of each row, drawn by softmax(α); no gradient to α
+    weights:  one operation of each row, drawn by softmax(α); no gradient of α
     α:        two, drawn without replacement; q = softmax of their two logits; the gate of one, drawn by q,
               is open (g = 1), the other closed (g = 0)
               dL/dα_i = Σ_j dL/dg_j q_j (δ_ij - q_i)    over the two
               then both logits are shifted so that the other probabilities do not change
 
-Where the open gate is ``none`` α does not learn, because the loss does not depend on the other path.
+If the open gate is that of ``none``, α gets no gradient, because the loss does not depend on the other path.
 ProxylessNAS uses Adam with β₁ = 0: momentum would move logits of paths that were not drawn. If the server
-of a federation steps α, clients have drawn different paths, and no logits are shifted.
+of a federation steps α, no logits are shifted, because clients have drawn different paths.
 Sources: Dong, Yang 2019, GDAS, section 3.2, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
 et al. 2019, FBNet, section 3.3; Cai, Zhu, Han 2019, ProxylessNAS, eq. 4 and section 3.2.1, and its code.
 Differs: GDAS's code computes (onehot - p) + p, which is one-hot up to rounding; here
@@ -65,7 +65,7 @@ def hard_gumbel_weights(
         alpha: logits, shape (num_rows, num_operations).
         noise: Gumbel noise, same shape.
         temperature: τ > 0.
-        others: rule for operations that are not selected, as in the module's docstring.
+        others: gradient for operations that are not drawn, see `HardGumbel`.
     """
     soft = gumbel_softmax(alpha, noise, temperature)
     # argmax of the logits: at a low τ several probabilities may round to the same number
@@ -82,13 +82,13 @@ class HardGumbel(Relaxation):
     """GDAS: every edge runs one operation, drawn by Gumbel noise; α learns through a softmax.
 
     Args:
-        first_temperature: τ > 0 at the start.
-        last_temperature: τ > 0 at the end.
+        first_temperature: temperature τ at the start, above 0.
+        last_temperature: temperature τ at the end, above 0.
         others: gradient of α for operations that are not drawn. ``bare``: as if their output were ones (the
-            released code). ``all``: of their output, so that all operations run. ``none``: zero.
+            released code). ``all``: from their output, for which all operations run. ``none``: zero.
 
     Raises:
-        ConfigurationError: if a temperature is not positive and finite.
+        ConfigurationError: if a temperature is not above 0 and finite.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class SoftGumbel(Relaxation):
     """FBNet: all operations run, weighted by a noisy softmax of α that becomes sharper over the epochs.
 
     Args:
-        first_temperature: τ > 0 at the start.
+        first_temperature: temperature τ at the start, above 0.
         decay: factor of τ per epoch, in (0, 1].
-        num_epochs: number of epochs (rounds) of the whole search.
-        alpha_from: progress in [0, 1] from which α moves; after 10 of 90 epochs in FBNet.
+        num_epochs: number of epochs (rounds) over which τ falls; a run of another length is scaled to it.
+        alpha_from: fraction of the search, in [0, 1], in which α does not move; 10 of 90 epochs in FBNet.
 
     Raises:
         ConfigurationError: if a setting is out of range.
@@ -150,13 +150,13 @@ class SoftGumbel(Relaxation):
 
 
 def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor, *, none: int = -1) -> EdgeWeights:
-    """Return edge weights with one open gate per row and the gradient of the softmax over the paths.
+    """Return edge weights with one open gate per row, and the gradient of the softmax over several operations.
 
     Args:
         alpha: logits, shape (num_rows, num_operations).
         paths: indices of the operations that run, shape (num_rows, num_paths).
-        opened: index of the operation with the open gate, shape (num_rows, 1); one of the paths.
-        none: index of the operation ``none``: rows where its gate is open have no gradient.
+        opened: index of the operation with the open gate, one of the `paths`, shape (num_rows, 1).
+        none: index of the operation ``none``: rows in which its gate is open have no gradient.
     """
     paths = paths.to(alpha.device)
     shares = alpha.gather(1, paths).softmax(1)
@@ -167,9 +167,9 @@ def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor, *, none: int = -1
 
 
 def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
-    """Return logits after a step, shifted so that probabilities of the unmoved operations do not change.
+    """Return logits after a step, shifted so that the probabilities of the other operations do not change.
 
-    The sum of the exponentials of the moved logits stays equal.
+    The sum of the exponentials of the moved logits is that before the step.
 
     Args:
         before: logits before the step, shape (num_rows, num_operations).
@@ -183,10 +183,10 @@ def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
 
 @final
 class BinaryGates(Relaxation):
-    """ProxylessNAS: one operation per edge runs when weights learn, two when α learns.
+    """ProxylessNAS: one operation per edge runs in a step of the weights, two in a step of α.
 
     Args:
-        paths: operations per edge that run when α learns: ``two``, or ``all``, which needs memory for all.
+        paths: operations per edge that run in a step of α: ``two``, or ``all``, with memory for all.
     """
 
     def __init__(self, paths: Literal["two", "all"] = "two") -> None:

@@ -116,25 +116,22 @@ class SharedWeights(LightningModule):
     def recalibrate(self) -> None:
         """Recompute the batch norm statistics of the `shown` networks; all processes call this."""
         self._sums, trainer = {}, self.trainer
-        if trainer.sanity_checking:
+        examples = None if trainer.sanity_checking else self._training_examples()
+        if examples is None:
             return
         with torch.no_grad():
             shown = self.shown
         remote = getattr(trainer.datamodule, "summed_by", None)  # type: ignore[attr-defined]
-        found = recalibrated(
-            trainer,
-            self.network,
-            list(shown.values()),
-            max_examples=self.recalibration_examples,
-            seed=self.seed,
-            remote=None if remote is None else partial(self._remote_sums, remote, shown),
-        )
-        if found is None:
-            return
-        sums, num_bytes = found
+        given = self.network, list(shown.values()), examples
+        of_remote = None if remote is None else partial(self._remote_sums, remote, shown)
+        sums, num_bytes = recalibrated(trainer, *given, remote=of_remote)
         self._sums = dict(zip(shown, sums, strict=True))
         if federation_of(trainer) is not None and not trainer.predicting:
             self.log("recalibration/bytes_up", float(num_bytes), rank_zero_only=True)
+
+    def _training_examples(self) -> TrainingExamples | None:
+        most = self.recalibration_examples
+        return TrainingExamples.of(self.trainer, max_examples=most, seed=self.seed)
 
     def _remote_sums(
         self, remote: RemoteSums, shown: Mapping[str, Any], asked: Mapping[int, int]

@@ -3,8 +3,8 @@
     w ← optimizer(w, ∇_w L_train(w, α))    on a batch of one half of the training data
     α ← optimizer(α, ∇_α L_search(w, α))   on a batch of the other half
 
-A rule of relaxation says how many architectures run in a step. Data come from a `FederatedDataModule`
-with a ``search_fraction``. A supernet is an ordinary LightningModule: with a ``federation`` block each
+The rule of relaxation decides how many architectures run in a step. The data are a `FederatedDataModule`
+with a ``search_fraction``. A `Supernet` is an ordinary LightningModule: with a ``federation`` block each
 client runs the two steps above, without one it is the published central search. A client's update contains
 w and α; the server steps α with the optimizer of a central search, see `ServerSearchStep`.
 
@@ -84,11 +84,11 @@ _TRAITS = Traits(
 
 
 class Supernet(CellMixture):
-    """Searches a space of cells: trains shared weights w and architecture parameters α.
+    """Searches a space of cells: trains the weights w, shared by all architectures, and the parameters α.
 
     Args:
         space: space of the architectures.
-        rule: rule of relaxation; `Softmax` (DARTS) if None.
+        rule: rule of relaxation, which weighs the operations of an edge by α; `Softmax` (DARTS) if None.
         num_classes: length of the output, at least 2.
         in_channels: channels of the images.
         image_size: height and width in pixels, for costs.
@@ -99,27 +99,27 @@ class Supernet(CellMixture):
         measure: cost that the penalty uses: ``flops``, ``params``, ``activations``, or the path of a file
             written by ``fl-lightning latency``, for milliseconds on that device.
         optimizer: optimizer of the weights; if None that of DARTS, SGD with rate 0.025, momentum 0.9 and
-            weight decay 3e-4.
+            weight decay 3e-4. A class named in YAML has its own defaults.
         architecture_optimizer: optimizer of α; if None that of DARTS, Adam with rate 3e-4, betas of 0.5
-            and 0.999 and weight decay 1e-3. A class named in YAML has its own defaults.
+            and 0.999 and weight decay 1e-3.
         architecture_state: place of the state of α's optimizer in a federation. ``server``: the server
             steps α, as in a central search. ``clients``: clients step α and send the optimizer's state
-            with their buffers; it is averaged, or personal if ``kept_state`` is named in
-            ``federation.personal``. ``none``: clients step α with a fresh optimizer in every round, as in
-            FedNAS.
+            with their buffers; it is averaged, or personal if ``federation.personal`` names
+            ``kept_state``. ``none``: clients step α with a new optimizer in every round, as in FedNAS.
         schedule: schedule of the weights' learning rate over rounds (epochs); constant if None.
-        alpha_start: zero-cost start of α; random numbers near 0 if None.
-        alpha_from: progress in [0, 1] from which α moves, see `progress`; that of the rule if None.
-        alpha_every: number n >= 1: α moves in every n-th step of a round (epoch); 5 in ProxylessNAS.
+        alpha_start: initial α by a score without training; random numbers near 0 if None.
+        alpha_from: fraction of the search, in [0, 1], after which α moves; that of the rule if None.
+        alpha_every: number of steps from one step of α to the next, at least 1; 5 in ProxylessNAS.
         alpha_draws: number of draws per step of α whose gradients are averaged, at least 1, for rules that
-            draw: one draw of GDAS has a tenth of the signal-to-noise ratio of DARTS, ENAS averages 20.
+            draw operations: one draw of GDAS has a tenth of the signal-to-noise ratio of DARTS; ENAS
+            averages 20.
         alpha_held: whether gradients are always taken at α = 0, where all operations have equal weights.
-            α then only accumulates gradients: with `torch.optim.SGD` for α the mean gradient decides.
-        warm_up: operations that run until α moves: those that the ``rule`` runs, or ``all`` with equal
-            weights, which trains the weights of a rule with one operation per edge in fewer steps.
-        selection: what selects the architecture when the search ends. ``alpha``: the largest α (or drawn
-            ones, see `Reward`). ``perturbation``: on every edge the operation without which the mixture is
-            least accurate on training examples, for rules that run all operations.
+            α is then the sum of its steps: with `torch.optim.SGD` the mean gradient decides.
+        warm_up: operations that run before α moves: those of the ``rule``, or ``all`` with equal weights,
+            which trains the weights in fewer steps if the rule runs one operation per edge.
+        selection: how the architecture is selected when the search ends. ``alpha``: by the largest α (or
+            the most accurate of drawn ones, see `Reward`). ``perturbation``: an edge keeps the operation
+            without which the mixture is least accurate on training examples; for rules that run all.
         clip_norm: largest norm of the weights' gradient, > 0.
         table: path of a file with the results of NAS-Bench-201, see `NASBench201Table`. The results of the
             current cell are logged; the search does not use them.
@@ -214,9 +214,9 @@ class Supernet(CellMixture):
     # When α learns, and what clients send.
 
     def progress(self, round_index: int) -> float:
-        """Completed fraction of the search at the start of a round (epoch), in [0, 1].
+        """Fraction of the search before a round (epoch), in [0, 1]: 0 in the first round, 1 in the last.
 
-        The progress of the last round is 1, so that α moves even in a search of a single round.
+        It is 1 in a search of a single round, so that α moves.
         """
         last = (self.trainer.max_epochs or 1) - 1
         return min(1.0, round_index / last) if last > 0 else 1.0
@@ -239,15 +239,6 @@ class Supernet(CellMixture):
     def changes_at_clients(self) -> list[str]:
         """Names of the buffers that clients change and send."""
         return [name for name in ("baseline", "kept_state") if getattr(self, name).numel()]
-
-    @property
-    def sends_beside(self) -> str:
-        """Name of the option that makes clients send values beside the update; empty if there is none."""
-        if self.architecture_state == "clients":
-            return "architecture_state: clients"
-        if self.selection == "perturbation":
-            return "the number of right answers of model.selection perturbation"
-        return "the baseline of model.learn Reward" if isinstance(self._learn, Reward) else ""
 
     def new_architecture_optimizer(self, params: Any) -> Optimizer:
         """Return a new optimizer of α, as in a central search."""
@@ -300,7 +291,7 @@ class Supernet(CellMixture):
         return loss.detach()
 
     def _draws(self, batch_idx: int) -> int:
-        """Return the seed of a step's random draws, which clients share or draw on their own."""
+        """Return the seed of a step's random draws: equal for all clients, or one per client."""
         if self._same_draws or not self.is_federated:
             return derive_seed(self.seed, "architecture", self.current_epoch, batch_idx)
         return int(torch.randint(2**62, ()))  # a client's stream is a function of round and client
@@ -321,7 +312,7 @@ class Supernet(CellMixture):
         recall(optimizer.optimizer, self.kept_state)
         optimizer.step()
         keep(optimizer.optimizer, self.kept_state)
-        if not (self.is_stepped_by_server or self.alpha_held):  # both add gradients up
+        if not (self.is_stepped_by_server or self.alpha_held):  # there α is a sum of gradients
             self.alpha.data.copy_(self.rule.stepped(before, self.alpha.detach(), weights))
 
     def _alpha_gradients(
@@ -329,11 +320,8 @@ class Supernet(CellMixture):
     ) -> dict[str, Tensor]:
         """Return the gradient of α, averaged over the draws of a step."""
         seeds = [draws, *(derive_seed(draws, "draw", n) for n in range(1, self._alpha_draws))]
-        total = self._drawn_gradients(batch, seeds[0], optimizer)
-        for seed in seeds[1:]:
-            drawn = self._drawn_gradients(batch, seed, optimizer)
-            total = {name: own + drawn[name] for name, own in total.items()}
-        return {name: own / len(seeds) for name, own in total.items()}
+        drawn = [self._drawn_gradients(batch, seed, optimizer) for seed in seeds]
+        return {name: sum(one[name] for one in drawn) / len(seeds) for name in drawn[0]}
 
     def _drawn_gradients(
         self, batch: Mapping[str, Batch], draws: int, optimizer: Any
@@ -385,7 +373,7 @@ class Supernet(CellMixture):
         return gradients_of(loss, alphas)
 
     def on_train_start(self) -> None:
-        """Set the learning rate of this round, even if the run resumes at the last batch of a round."""
+        """Set the learning rate of this round; a resumed search drops the choice of an earlier end."""
         self.chosen = None
         self._schedule_to(self.current_epoch)
 
@@ -404,10 +392,10 @@ class Supernet(CellMixture):
         """Return the optimizers of the weights and of α; plain SGD for α if the server steps it."""
         weights = self._optimizer(list(self.network.parameters()))
         check_weights_optimizer(weights)
-        is_first = not isinstance(self._learn, Gradient) or self._learn.order == "first"
-        if not is_first and WeightStep.of(weights) is None:
+        order = self._learn.order if isinstance(self._learn, Gradient) else "first"
+        if order != "first" and WeightStep.of(weights) is None:
             raise ConfigurationError(
-                f"model.learn needs the next step of plain SGD, and model.optimizer is "
+                f"model.learn with order {order} computes the next step of plain SGD, and model.optimizer is "
                 f"{type(weights).__name__}: use torch.optim.SGD without dampening and nesterov, or "
                 "order: first"
             )
@@ -419,10 +407,10 @@ class Supernet(CellMixture):
 
     @property
     def local_lr(self) -> float:
-        """Learning rate of the clients' plain SGD on α if the server steps α."""
+        """Learning rate of the clients' plain SGD on α, by which the server divides their updates."""
         return float(self.new_architecture_optimizer(list(self.alphas.values())).defaults["lr"])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that reports the search and adds the server step of α; none at a site."""
+        """Return the callback that reports the search and adds the server's step of α; none at a site."""
         options = federation_options(self.trainer)
         return [] if options is not None and options.is_at_site else [SearchReport()]

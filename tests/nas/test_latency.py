@@ -202,7 +202,7 @@ def test_the_budget_of_a_client_is_in_milliseconds_of_its_own_device(tmp_path):
     assert limits(relative, networks, 1) == [weak]
     with pytest.raises(ConfigurationError, match=r"side \(32 there, 8 here"):
         limits(classes, Networks(space, 8, OPTIONS), 2)
-    with pytest.raises(ConfigurationError, match="latency_files must be 2 files, one a class"):
+    with pytest.raises(ConfigurationError, match="latency_files must be 2 paths, one per class"):
         DeviceClasses([1.0, 2.0], latency_files=files[:1])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
-from toys import LoaderData, validating_trainer
+from toys import LoaderData, toy_trainer, validating_trainer
 
 from fl_lightning import APFL, ConfigurationError, Ditto, FederatedDataModule, Federation
 from fl_lightning.core.seeds import torch_generator
@@ -368,17 +368,23 @@ FEDERATED = Federation(local_steps=1)
             made(num_classes=1, label_smoothing=1.0),
             r"num_classes must be at least 2, got 1\nlabel_smoothing must be",
         ),
-        (made(Shrinking((1, 2))), "rounds must have 4 numbers from 0"),
+        (made(Shrinking((1, 2))), "rounds must have 4 numbers of at least 0"),
         (lambda: RandomPath(0), "num_drawn must be at least 1, got 0"),
-        (made(Shrinking((0, 1, 1, 1), largest="frozen")), "largest: frozen: the teacher is"),
-        (lambda: one_shot(VIT, zero_gamma=True), "zero_gamma: no block of vit names residual"),
+        (
+            made(Shrinking((0, 1, 1, 1), largest="frozen")),
+            "largest: frozen needs a largest network",
+        ),
+        (
+            lambda: one_shot(VIT, zero_gamma=True),
+            "zero_gamma applies to residual branches, and no block of vit",
+        ),
         (
             run(lambda: data(1), capability=DeviceClasses([1.0])),
-            "capability needs clients, and this run has none",
+            "capability is a budget of each client, and this run has no clients",
         ),
         (
             run(lambda: data(2, search_fraction=0.5), FEDERATED),
-            r"leave data\.search_fraction at 0",
+            r"data\.search_fraction sets some apart: set it to 0",
         ),
         *(
             (
@@ -392,6 +398,15 @@ FEDERATED = Federation(local_steps=1)
 def test_what_makes_no_sense_is_refused(make, says):
     with pytest.raises(ConfigurationError, match=says):
         make()
+
+
+def test_phases_of_equal_length_need_a_number_of_rounds():
+    """Without one all phases would begin in the first round, with an untrained frozen teacher."""
+    assert Shrinking().phase(RESNET, round_=0, num_rounds=0) == 3
+    trainer = toy_trainer(max_epochs=-1, max_steps=1)
+    module = made(Shrinking(largest="frozen"))()
+    with pytest.raises(ConfigurationError, match=r"equal length, and trainer\.max_epochs is -1"):
+        trainer.fit(module, datamodule=data(1))
 
 
 @pytest.mark.parametrize("personal", [Ditto(pull=0.1), APFL()], ids=["ditto", "apfl"])

@@ -62,7 +62,7 @@ def test_classes_have_their_shares_and_a_table_is_read(tmp_path):
     path = tmp_path / "budgets.csv"
     path.write_text("client,budget\n1,5e5\n0,2e5\n")
     assert BudgetTable(str(path)).budgets(2) == [Budget(2e5), Budget(5e5)]
-    with pytest.raises(ConfigurationError, match="no budget for client 2; there are 3"):
+    with pytest.raises(ConfigurationError, match="no row for client 2: give one for each of the 3"):
         BudgetTable(str(path)).budgets(3)
     path.write_text("client,flops\n1,5e5\n")
     with pytest.raises(ConfigurationError, match="must be a CSV with the columns client"):
@@ -130,7 +130,7 @@ def test_refusals():
         fitted(one_shot(optimizer=SPARSE, capability=DeviceClasses([1e-6])), data(2), Federation())
     with pytest.raises(ConfigurationError, match="masks need a masked optimizer"):
         fitted(one_shot(capability=WEAK), data(2), Federation(local_steps=1))
-    with pytest.raises(ConfigurationError, match="shares must be 2 numbers from 0"):
+    with pytest.raises(ConfigurationError, match="shares must be 2 numbers of at least 0"):
         DeviceClasses([0.1, 0.2], [0.5, 0.6])
     with pytest.raises(ConfigurationError, match=r"measure must be one of .flops."):
         DeviceClasses([0.1], measure="watts")
@@ -138,7 +138,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("budget", ["nan", "inf", "-1", "0"])
 def test_a_budget_that_is_no_amount_is_refused(budget, tmp_path):
-    with pytest.raises(ConfigurationError, match="must be finite numbers above 0, one a class"):
+    with pytest.raises(ConfigurationError, match="must be one number per class, above 0"):
         DeviceClasses([float(budget), 1.0])
     path = tmp_path / "budgets.csv"
     path.write_text(f"client,budget\n0,1\n1,{budget}\n")
@@ -149,7 +149,7 @@ def test_a_budget_that_is_no_amount_is_refused(budget, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"capability": WEAK}], ids=["all sizes", "capability"])
 def test_a_mask_of_the_largest_network_is_refused(options):
     mask = MaskCalibration(density=0.5)
-    with pytest.raises(ConfigurationError, match="OneShot keeps to no mask but"):
+    with pytest.raises(ConfigurationError, match="OneShot allows no mask but"):
         fitted(one_shot(optimizer=SPARSE, **options), data(2), mask, Federation(local_steps=1))
 
 

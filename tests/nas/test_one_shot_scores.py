@@ -10,6 +10,7 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.nas import NASBench201, Network, Sandwich
 from fl_lightning.nas.sub_networks.evaluation import (
     SubNetworkScore,
+    TrainingExamples,
     apply_sums,
     collect_sums,
     recalibrated,
@@ -53,7 +54,8 @@ def test_scores_are_the_share_of_training_examples_that_are_right(space, federat
     head.copy_(torch.randn(head.shape, generator=generator))
     drawn = [space.smallest, space.largest, *(space.sample(generator) for _ in range(4))]
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    found = training_accuracies(trainer, module.network, drawn, max_examples=None, seed=0)
+    examples = TrainingExamples.of(trainer, max_examples=None, seed=0)
+    found = training_accuracies(trainer, module.network, drawn, examples)
     assert all(torch.equal(own, before[name]) for name, own in module.state_dict().items())
     source, clients = trainer.datamodule, trainer.datamodule.clients
     owners = (
@@ -75,9 +77,8 @@ def test_sums_of_clients_are_those_of_all_examples():
         trainer = toy_trainer(*callbacks, max_epochs=1)
         trainer.fit(module, datamodule=data(3))
         fresh = one_shot(RESNET).network
-        found[name] = recalibrated(
-            trainer, fresh, [RESNET.smallest, RESNET.largest], max_examples=None, seed=0
-        )
+        examples = TrainingExamples.of(trainer, max_examples=None, seed=0)
+        found[name] = recalibrated(trainer, fresh, [RESNET.smallest, RESNET.largest], examples)
     for ours, theirs in zip(found["central"][0], found["clients"][0], strict=True):
         first = next(iter(ours))
         torch.testing.assert_close(ours[first], theirs[first])

@@ -356,7 +356,7 @@ def test_over_iid_clients_a_pooled_score_ranks_as_one_batch_does():
 def test_scores_that_do_not_add_up_are_of_one_client(name):
     networks = Networks(NASBench201(), 8, {"in_channels": 3, "num_classes": 10})
     batch = noise_batch(2, networks, 0)
-    with pytest.raises(ConfigurationError, match=f"score {name} is no sum over examples"):
+    with pytest.raises(ConfigurationError, match=f"score {name} cannot be pooled over"):
         ProxyScore(name, networks, [batch, batch])
 
 

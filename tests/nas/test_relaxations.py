@@ -350,7 +350,7 @@ def test_a_single_path_through_a_search_network_is_the_fixed_network():
 
 def test_what_an_edge_and_a_rule_need():
     edge = MixedEdge(0, [Times(1.0)])
-    with pytest.raises(ValueError, match="needs the edge weights"):
+    with pytest.raises(ValueError, match="call it with edge weights"):
         edge(torch.ones(1))
     with pytest.raises(ValueError, match="1 operations, got 0"):
         edge(torch.ones(1), EdgeWeights(torch.ones(1, 0)))

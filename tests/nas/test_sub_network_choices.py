@@ -99,10 +99,13 @@ def shrinking(rounds, *order):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (shrinking((1, 1, 1), "kernel", "width"), "of depth, kernel, expansion; got kernel, width"),
+        (
+            shrinking((1, 1, 1), "kernel", "width"),
+            "some of depth, kernel, expansion for mobilenet, each once; got kernel, width",
+        ),
         (shrinking((1, 1), "kernel"), "rounds must have 3 numbers"),
         (shrinking((1, -1, 1), "kernel"), "rounds must have 3 numbers"),
-        (shrinking((1,) * 5, "kernel", "kernel"), "at most once"),
+        (shrinking((1,) * 5, "kernel", "kernel"), "each once"),
         (lambda: Attentive(keep="better"), "keep must be one of 'best', 'worst', got"),
         (lambda: Attentive(num_candidates=0), "num_candidates must be at least 1, got 0"),
         (

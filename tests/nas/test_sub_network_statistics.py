@@ -99,5 +99,7 @@ def test_sums_of_different_sub_networks_do_not_add():
 
 
 def test_one_number_has_no_variance():
-    with pytest.raises(ConfigurationError, match=r"stem\.1 saw 1 numbers a channel"):
+    with pytest.raises(
+        ConfigurationError, match=r"stem\.1 needs at least 2 numbers .*, and saw 1: raise"
+    ):
         apply_sums(supernet(), {"stem.1": torch.ones(3, 16, dtype=torch.float64)})

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,7 +32,7 @@ from fl_lightning.nas.alpha_optimizer import GradientSignal, ServerSearchStep
 from fl_lightning.nas.relaxation import EdgeWeights, SearchStep
 from fl_lightning.nas.spaces.cells import CellNetwork, CellSpace, Row, Zero
 from fl_lightning.nas.spaces.space import Decision
-from fl_lightning.nas.sub_networks.evaluation import training_accuracies
+from fl_lightning.nas.sub_networks.evaluation import TrainingExamples, training_accuracies
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ def supernet(space, rule=None, **options):
     )
 
 
-def fitted(module, datamodule, *callbacks, rounds=4, devices=1, ckpt_path=None):
-    trainer = toy_trainer(*callbacks, max_epochs=rounds, devices=devices)
+def fitted(module, datamodule, *callbacks, rounds=4, ckpt_path=None, **options):
+    trainer = toy_trainer(*callbacks, max_epochs=rounds, **options)
     trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
     return module
 
@@ -421,7 +422,7 @@ def test_perturbation_needs_no_alpha_that_decides():
 
 
 def test_a_rate_of_zero_is_refused():
-    with pytest.raises(ConfigurationError, match="lr must be positive"):
+    with pytest.raises(ConfigurationError, match="lr must be above 0"):
         ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.0), local_lr=0.0)
 
 
@@ -444,7 +445,7 @@ def searched(module, num_clients, *callbacks, **options):
     examples = TensorDataset(x, (x[:, 0] > 0).long().flatten())  # only the identity can be right
     if num_clients > 1:
         callbacks = [*callbacks, Federation(local_steps=1)]
-    return fitted(module, data(examples, num_clients, 60), *callbacks, rounds=1, **options)
+    return fitted(module, data(examples, num_clients, 60), *callbacks, **{"rounds": 1} | options)
 
 
 BY_ACCURACY = [{"learn": Reward(best_of=20)}, {"selection": "perturbation"}]
@@ -472,6 +473,30 @@ def test_accuracy_selects_when_a_killed_search_had_no_round_left(options, num_cl
     module = searched(to_teach(options), num_clients, ckpt_path=saved)
     assert module.alpha.argmax() == 1
     assert str(module.architecture) == "linear"
+
+
+@pytest.mark.parametrize(("options", "num_clients"), [(BY_ACCURACY[0], 1), (BY_ACCURACY[1], 3)])
+def test_the_last_checkpoint_of_a_search_has_the_choice(options, num_clients, tmp_path):
+    """Else `fl-lightning test` would measure the cell of the largest α, and clients' metrics are of the choice too."""
+    chosen, path = [], tmp_path / "last.ckpt"
+
+    class Saves(Checkpoint):
+        def on_train_batch_end(self, trainer, module, *_):
+            chosen.append(module.chosen)
+
+        def on_train_epoch_end(self, trainer, module):
+            trainer.save_checkpoint(path)
+
+        def on_train_end(self, trainer, module):
+            chosen.append(str(module.chosen))
+
+    saves = {"enable_checkpointing": True}
+    searched(to_teach(options), num_clients, Saves(), **saves)
+    module = to_teach(options)
+    module.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
+    assert str(module.architecture) == "linear"
+    searched(module, num_clients, Saves(), rounds=2, ckpt_path=path, **saves)
+    assert chosen == [None, "linear", None, "linear"]  # a longer search chooses anew
 
 
 class Sum(nn.Module):
@@ -562,8 +587,9 @@ def test_perturbation_keeps_what_a_plain_loop_keeps():
                 for operation in range(5):
                     without = h.clone()
                     without[row, operation] = 0.0
+                    examples = TrainingExamples.of(trainer, max_examples=None, seed=0)
                     [value] = training_accuracies(
-                        trainer, module.network, [EdgeWeights(without)], max_examples=None, seed=0
+                        trainer, module.network, [EdgeWeights(without)], examples
                     )
                     accuracies.append(value)
                 tied = [o for o in range(5) if accuracies[o] == min(accuracies)]

@@ -3,7 +3,7 @@
     losses as in `Sandwich`:  CE(largest, y), KD(smallest, largest), KD(s_i, largest)
 
     draw a bin of costs, with the frequency of uniformly drawn sub-networks in it
-    draw k candidates in the bin: options with their frequency in the bin, again until the cost is in the bin
+    draw k candidates, every option with its frequency in the bin, until the cost of each is in the bin
     s_i = the candidate with the lowest loss on the step's batch (BestUp), or the highest (WorstUp)
 
 Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4, and its released configuration: the best of 3 by the
@@ -31,7 +31,7 @@ from fl_lightning.nas.sub_networks.methods import Method, Step, sandwich_loss
 
 Keep = Literal["best", "worst"]
 
-_MORE_TRIALS = 100  # then a candidate of another bin is used, as in the released code
+_MORE_DRAWS = 100  # then a candidate of another bin is used, as in the released code
 
 
 @final
@@ -39,15 +39,16 @@ _MORE_TRIALS = 100  # then a candidate of another bin is used, as in the release
 class Attentive(Method):
     """AttentiveNAS: a sandwich whose drawn sub-networks are the best or worst of several of similar cost.
 
-    Candidates are compared by their loss on the step's batch. Candidates over the budget of a client are
-    cut to the client's limit first.
+    Candidates are cut to the largest network that the client can afford, and compared by their loss on the
+    step's batch.
 
     Attributes:
-        keep: candidate that is kept, ``"best"`` or ``"worst"``.
-        num_candidates: number of candidates of which one is kept, at least 1.
-        num_drawn: number of kept sub-networks per step, at least 0.
+        keep: candidate that trains, ``"best"`` or ``"worst"``.
+        num_candidates: number of candidates of which one trains, at least 1.
+        num_drawn: number of sub-networks per step that train beside the largest and the smallest, at
+            least 0.
         num_bins: number of bins of multiply-adds, at least 1.
-        pool: number of uniformly drawn sub-networks that are counted into the bins, at least 1.
+        pool: number of uniformly drawn sub-networks for the frequencies of the bins, at least 1.
     """
 
     keep: Keep = "best"
@@ -69,7 +70,7 @@ class Attentive(Method):
         return sandwich_loss(step, drawn)
 
     def _kept(self, bins: CostBins, step: Step) -> Architecture:
-        """Return the candidate of a drawn bin with the lowest or highest loss; the first of equal ones."""
+        """Return the candidate of a drawn bin with the lowest (or highest) loss; the first of equal ones."""
         number = int(torch.multinomial(bins.shares, 1, generator=step.generator))
         drawn = [bins.draw(number, step.generator) for _ in range(self.num_candidates)]
         candidates = [within(candidate, step.limit) for candidate in drawn]
@@ -80,20 +81,20 @@ class Attentive(Method):
 
 
 class CostBins:
-    """Histogram of the costs of random sub-networks, with the frequencies of their options in every bin.
+    """Histogram of the costs of random sub-networks, with the frequencies of options in every bin.
 
     Args:
         space: space of the sub-networks.
-        cost: function for the cost of an architecture, e.g. FLOPs.
-        seed: seed of the run.
+        cost: returns the cost of an architecture, e.g. its FLOPs.
+        seed: seed of the draws.
         num_drawn: number of drawn sub-networks.
         num_bins: number of equal bins between the lowest and the highest drawn cost.
 
     Attributes:
         edges: rising edges of the bins, shape (num_bins + 1,); costs outside belong to the outer bins.
-        shares: share of the draws in each bin, shape (num_bins,).
-        options: share of each option of each size among the draws of a bin, shape (num_bins, num_sizes,
-            num_options); 0 for options that a size lacks.
+        shares: fraction of the draws in each bin, shape (num_bins,).
+        options: fraction of the draws of a bin that have an option of a decision, shape (num_bins,
+            num_decisions, num_options); 0 for options that a decision lacks.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class CostBins:
         return int(self._bins([cost]))
 
     def draw(self, number: int, generator: torch.Generator) -> Architecture:
-        """Return a random sub-network of a bin, or of another bin if 101 draws miss it."""
-        for _ in range(1 + _MORE_TRIALS):
+        """Return a random sub-network of a bin; of another bin if 101 draws are not in it."""
+        for _ in range(1 + _MORE_DRAWS):
             choices = torch.multinomial(self.options[number], 1, generator=generator)
             drawn = self.space.architecture(choices.flatten().tolist())
             if self.of(self.cost(drawn)) == number:
@@ -139,6 +140,6 @@ class CostBins:
 
 @lru_cache(maxsize=4)  # a pure function that takes two seconds
 def bins_by_flops(networks: Networks, **options: int) -> CostBins:
-    """Return cost bins by multiply-adds, from the FLOPs of randomly drawn sub-networks."""
+    """Return the histogram of the multiply-adds of random sub-networks."""
     space: Any = networks.space
     return CostBins(space, lambda one: networks.cost(one).flops, **options)

@@ -1,7 +1,7 @@
 """Budgets of clients' devices, and the largest sub-network that each client can afford.
 
     limit of a client = the largest sub-network within the client's budget   (`largest_within`)
-    a client trains the sub-networks inside the limit, and holds the coordinates of all of them
+    a client trains the sub-networks inside its limit, and updates the coordinates of all of them
 
 A budget is in multiply-adds, parameters or activations, or in milliseconds on the client's device. A
 relative budget is a multiple of the cost of the largest network.
@@ -9,9 +9,9 @@ relative budget is a multiple of the cost of the largest network.
 A sub-network is inside the limit if none of its sizes is larger than in the limit. A network that is cheaper
 but, for example, deeper than the limit is not inside.
 
-`largest_within` starts from the smallest network, and repeatedly raises the size with the lowest position
-among its options, as long as the network stays within the budget. So networks of different budgets have
-similar shapes, rather than one deep and narrow, another wide and shallow.
+`largest_within` starts from the smallest network. It repeatedly raises the size that is lowest among its
+options, as long as the network stays within the budget. So networks of different budgets have similar shapes,
+rather than one deep and narrow, another wide and shallow.
 Source of the setting: Diao et al. 2021 (HeteroFL). `largest_within` is our own rule.
 """
 
@@ -43,8 +43,8 @@ class Budget(NamedTuple):
     """Upper bound on the cost of the networks that a client trains.
 
     Attributes:
-        amount: in the measure of the capability, or in milliseconds if there is a latency file.
-        latency_file: a file of ``fl-lightning latency`` for the client's device.
+        amount: largest cost: in the measure of the capability, or in milliseconds with a latency file.
+        latency_file: path of a file of ``fl-lightning latency`` for the client's device.
     """
 
     amount: float
@@ -69,16 +69,16 @@ class Capability(ABC):
 @final
 @dataclass(frozen=True)
 class DeviceClasses(Capability):
-    """Classes of devices, each with a budget and a share of the clients.
+    """Assigns every client at random to a class of devices, and so to a budget.
 
     Attributes:
-        budgets_of_classes: budget of each class.
-        shares: shares of the clients, which sum to 1; equal if None.
-        measure: unit of budgets: ``flops``, ``params`` or ``activations``.
+        budgets_of_classes: budget of every class.
+        shares: fraction of the clients in every class; they sum to 1. Equal fractions if None.
+        measure: cost that budgets bound: ``flops``, ``params`` or ``activations``.
         relative: whether budgets are multiples of the cost of the largest network, or of its latency
             with `latency_files`. If None: multiples of the cost, and milliseconds with `latency_files`.
-        latency_files: a file of ``fl-lightning latency`` for the device of each class; budgets are then
-            in milliseconds, unless `relative` is true.
+        latency_files: path of a file of ``fl-lightning latency`` for the device of every class; budgets are
+            then in milliseconds, unless `relative` is true.
         seed: seed of the assignment of clients to classes; the run's seed if None.
 
     Example:
@@ -97,25 +97,25 @@ class DeviceClasses(Capability):
         budgets, shares = list(self.budgets_of_classes), self.shares
         if not budgets or not all(_is_budget(budget) for budget in budgets):
             raise ConfigurationError(
-                f"budgets_of_classes must be finite numbers above 0, one a class, got {budgets}"
+                f"budgets_of_classes must be one number per class, above 0 and finite, got {budgets}"
             )
         if shares is not None and not (
             len(shares) == len(budgets) and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
         ):
             raise ConfigurationError(
-                f"shares must be {len(budgets)} numbers from 0, one a class, that sum to 1, got "
+                f"shares must be {len(budgets)} numbers of at least 0, one per class, that sum to 1, got "
                 f"{list(shares)}"
             )
         files = self.latency_files
         if files is not None and len(files) != len(budgets):
             raise ConfigurationError(
-                f"latency_files must be {len(budgets)} files, one a class, got {list(files)}"
+                f"latency_files must be {len(budgets)} paths, one per class, got {list(files)}"
             )
         if self.relative is None:
             object.__setattr__(self, "relative", files is None)
 
     def budgets(self, num_clients: int) -> list[Budget]:
-        """Return the budget of every client; classes have their shares to within one client."""
+        """Return the budget of every client; sizes of classes differ from their shares by at most one client."""
         amounts = self.budgets_of_classes
         files: Sequence[str | None] = self.latency_files or [None] * len(amounts)
         pairs = zip(amounts, files, strict=True)
@@ -131,14 +131,14 @@ class DeviceClasses(Capability):
 @final
 @dataclass(frozen=True)
 class BudgetTable(Capability):
-    """A budget for every client, from a CSV file with the columns ``client`` and ``budget``.
+    """Reads the budget of every client from a CSV file with the columns ``client`` and ``budget``.
 
-    A third column, ``latency``, may name a file of ``fl-lightning latency`` for each client's device: the
+    A third column, ``latency``, may name a file of ``fl-lightning latency`` for the client's device: the
     client's budget is then in milliseconds.
 
     Attributes:
         path: path of the file; clients are numbered from 0.
-        measure: unit of other budgets: ``flops``, ``params`` or ``activations``.
+        measure: cost that other budgets bound: ``flops``, ``params`` or ``activations``.
         relative: whether budgets are multiples of the cost of the largest network, or of its latency.
     """
 
@@ -156,19 +156,20 @@ class BudgetTable(Capability):
                 }
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"budgets {self.path}: {error!r}; the file must be a CSV with the columns client "
+                f"budgets {self.path}: {type(error).__name__} {error}; the file must be a CSV with the columns client "
                 "(whole numbers from 0) and budget (numbers)"
             ) from error
         missing = [client for client in range(num_clients) if client not in found]
         if missing:
             raise ConfigurationError(
-                f"budgets {self.path}: no budget for client {missing[0]}; there are {num_clients}"
+                f"budgets {self.path}: there is no row for client {missing[0]}: give one for each of the "
+                f"{num_clients} clients, 0 to {num_clients - 1}"
             )
         broken = [client for client, budget in found.items() if not _is_budget(budget.amount)]
         if broken:
             raise ConfigurationError(
-                f"budgets {self.path}: a budget must be a finite number above 0, and that of client "
-                f"{broken[0]} is {found[broken[0]].amount:g}"
+                f"budgets {self.path}: a budget must be above 0 and finite, and that of client {broken[0]} is "
+                f"{found[broken[0]].amount:g}"
             )
         return [found[client] for client in range(num_clients)]
 
@@ -201,11 +202,11 @@ def limits(capability: Capability, networks: Networks, num_clients: int) -> list
 
 
 def affordable(networks: Networks, most: Mapping[str, float]) -> Architecture:
-    """Return the largest sub-network that keeps to all of some costs.
+    """Return the largest sub-network within several bounds on its cost.
 
     Args:
         networks: networks of a space of sizes.
-        most: largest cost by measure: ``flops``, ``params``, ``activations``.
+        most: bounds by measure: ``flops``, ``params``, ``activations``.
 
     Raises:
         ConfigurationError: if the smallest sub-network costs more.
@@ -218,7 +219,7 @@ def affordable(networks: Networks, most: Mapping[str, float]) -> Architecture:
 
     if part(space.smallest) > 1:
         raise ConfigurationError(
-            f"no network of {space.name} keeps to {dict(most)}: the smallest, {space.smallest}, has "
+            f"no network of {space.name} is within {dict(most)}: the smallest, {space.smallest}, has "
             f"{networks.cost(space.smallest)}"
         )
     return largest_within(space, part, 1.0)
@@ -238,11 +239,11 @@ def within(architecture: Architecture, limit: Architecture) -> Architecture:
 
 
 def reach(space: SizeSpace, supernet: SizedNetwork, limit: Architecture) -> dict[str, Tensor]:
-    """Return the mask of all coordinates that sub-networks inside a limit hold, bool by parameter name.
+    """Return the mask of all coordinates that sub-networks inside a limit use, bool by parameter name.
 
-    The limit alone is not enough: a smaller kernel is computed from a larger one by a matrix that only
-    networks with the smaller kernel hold. So the result is the union over the limit and the networks with
-    one kind of size lowered to each of its options.
+    The limit does not use all of them: a smaller kernel is computed from a larger one by a matrix that only
+    networks with the smaller kernel use. So the result is the union over the limit and the networks with one
+    kind of size lowered to each of its options.
     """
     masks = space.held(supernet, limit)
     for kind, number in space.most_options.items():
@@ -263,12 +264,12 @@ def _is_budget(value: float) -> bool:
 def largest_within(
     space: SizeSpace, cost: Callable[[Architecture], float], budget: float
 ) -> Architecture:
-    """Return a sub-network within a budget, grown until no size can be raised.
+    """Return a sub-network within a budget in which no single size can be raised.
 
     Args:
         space: space of sizes.
-        cost: cost of an architecture; must not fall when a size is raised.
-        budget: budget in the unit of the cost.
+        cost: returns the cost of an architecture, which must not fall when a size is raised.
+        budget: largest cost.
 
     Raises:
         ConfigurationError: if the smallest sub-network is over the budget.

@@ -2,19 +2,19 @@
 
     mean = Σx / n,   variance = (Σx² - (Σx)² / n) / (n - 1),   per channel over examples and pixels
 
-The sums add up over batches, clients and processes: in a federation every client sends the sums of its own
+The sums are added over batches, clients and processes: in a federation every client sends the sums of its own
 examples; a central run is one client. Only training examples are used, without augmentation, in a fixed
 random order.
 While sums are collected, every layer normalises by its batch, as in training, so that inputs of a layer do
-not depend on old statistics. Statistics belong to one sub-network: collect and apply them for each.
+not depend on old statistics. Every sub-network has statistics of its own.
 
 Accuracy is that of the shared weights, without further training:
 
-    accuracy(a) = Σ_owners correct answers of a / Σ_owners examples,   batch norm statistics recalibrated
+    accuracy(a) = Σ_owners correct answers of a / Σ_owners examples,   with statistics of a
 
-`training_accuracies` counts on training examples during a run: every client counts on its own examples, and
-only counts and the sums of statistics are sent. `SubNetworkScore` is the accuracy on validation examples of
-a trained supernet, as the objective of a search.
+An owner is a client, or the whole training set in a central run. `training_accuracies` counts on training
+examples during a run: clients send counts, and the sums of statistics. `SubNetworkScore` is the accuracy on
+validation examples of a trained supernet, as the objective of a search.
 Sources: Cai et al. 2020 (Once-for-All), section 3.3; Yu et al. 2020 (BigNAS), section 3.2, "batch norm
 calibration". Differs: the papers average the statistics of batches; sums weigh all examples alike.
 """
@@ -80,30 +80,24 @@ def recalibrated(
     trainer: Trainer,
     network: nn.Module,
     architectures: Sequence[Any],
+    examples: TrainingExamples,
     *,
-    max_examples: int | None,
-    seed: int,
     remote: SumsOfOwners | None = None,
-) -> tuple[list[Sums], int] | None:
-    """Sum up the batch norm statistics of sub-networks over the training examples; all processes call this.
+) -> tuple[list[Sums], int]:
+    """Return the batch norm sums of sub-networks over training examples; all processes call this.
 
     The network does not change.
 
     Args:
-        trainer: trainer with the training data.
+        trainer: trainer of the run.
         network: network that contains the sub-networks.
         architectures: sub-networks, as second arguments of the network.
-        max_examples: number of examples over all clients, in proportion to their data; None for all.
-        seed: seed of the choice and order of the examples.
-        remote: returns the sums of clients that are elsewhere; None if this program has the examples.
+        examples: training examples.
+        remote: returns the sums of remote clients; None if this program has the examples.
 
     Returns:
-        The sums of every sub-network over all clients, and the number of bytes that all clients sent for
-        them; None without training data, e.g. if `Trainer.test` was given a loader.
+        The sums of every sub-network over all owners, and the number of bytes that all owners sent.
     """
-    examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
-    if examples is None:
-        return None
     if not any(batch_norms(network)):
         return [{} for _ in architectures], 0
     ranks = Ranks(trainer)
@@ -146,7 +140,9 @@ def _run(network: nn.Module, context: Context, architecture: Any, batch: Any) ->
 
 
 def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]) -> Sums:
-    """Sum up counts, inputs and squared inputs of every batch norm that runs, per channel; the network does not change.
+    """Return counts, sums and sums of squares of the inputs of every batch norm that runs, per channel.
+
+    The network does not change.
 
     Args:
         network: network with batch norms.
@@ -170,7 +166,7 @@ def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterabl
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Merge the batch norm sums of one sub-network over two sets of examples.
+    """Add the batch norm sums of one sub-network over two sets of examples.
 
     Raises:
         ConfigurationError: if the sums are of sub-networks of different sizes.
@@ -183,7 +179,7 @@ def add_sums(left: Sums, right: Sums) -> Sums:
 
 
 def apply_sums(network: nn.Module, sums: Sums) -> None:
-    """Compute means and variances from sums, and write them into a network's batch norms.
+    """Write means and variances, computed from sums, into the batch norms of a network.
 
     Args:
         network: a plain network, or a supernet, where only the first channels are written.
@@ -228,7 +224,8 @@ def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
     counts, totals, squares = sums[name]
     if counts[0] < 2:
         raise ConfigurationError(
-            f"batch norm {name} saw {int(counts[0])} numbers a channel: give it at least 2"
+            f"batch norm {name} needs at least 2 numbers per channel for a variance, and saw {int(counts[0])}: raise "
+            "model.recalibration_examples, or use larger images"
         )
     mean = totals / counts
     return mean, ((squares - totals * mean) / (counts - 1)).clamp(min=0)
@@ -262,11 +259,11 @@ _LEAST_BATCH = 128  # statistics of smaller batches are coarse
 
 @dataclass(frozen=True, eq=False)
 class TrainingExamples:
-    """A random part of the training examples of each owner (client, or the whole set in a central run).
+    """Random training examples of each owner (a client, or the whole training set in a central run).
 
     Attributes:
         owners: the owners and their examples; batches here may be larger than `ExampleOwners.batch_size`.
-        counts: number of examples of each owner that are read; 0, or at least two.
+        counts: number of examples to read by owner: 0, or at least two.
         seed: seed of the choice and order of the examples.
     """
 
@@ -278,7 +275,7 @@ class TrainingExamples:
     def of(
         cls, trainer: Trainer, *, max_examples: int | None, seed: int
     ) -> TrainingExamples | None:
-        """Return the training examples of a run, or None without training data.
+        """Return training examples of a run; None if it has none, e.g. if `Trainer.test` was given a loader.
 
         Args:
             trainer: trainer with the training data.
@@ -297,12 +294,12 @@ class TrainingExamples:
         return cls(owners, counts, seed)
 
     def share(self, ranks: Ranks) -> list[int]:
-        """Return the owners whose examples this process reads."""
+        """Return the numbers of the owners whose examples this process reads."""
         mine: list[int] = shares(self.owners.shards.num_examples, ranks.size)[ranks.rank].tolist()
         return mine
 
     def batches(self, owner: int) -> Iterator[Any]:
-        """Yield the batches of an owner; each has at least two examples, since one has no variance."""
+        """Yield an owner's batches of at least two examples, because a single one has no variance."""
         indices = self.owners.shards[owner]
         order = torch.randperm(
             len(indices), generator=torch_generator(self.seed, "recalibration", owner)
@@ -336,29 +333,14 @@ def training_accuracies(
     trainer: Trainer,
     network: nn.Module,
     architectures: Sequence[Any],
-    *,
-    max_examples: int | None,
-    seed: int,
+    examples: TrainingExamples,
 ) -> list[float] | None:
-    """Measure the accuracy of sub-networks on training examples; all processes call this.
+    """Return the accuracies of sub-networks on training examples, in [0, 1]; None if no owner has two examples.
 
-    The network does not change.
-
-    Args:
-        trainer: trainer with the training data.
-        network: network that contains the sub-networks.
-        architectures: sub-networks, as second arguments of the network.
-        max_examples: number of examples over all clients, in proportion to their data; None for all.
-        seed: seed of the choice and order of the examples.
-
-    Returns:
-        Accuracies in [0, 1], or None without training data, or if no owner has two examples.
+    Arguments are those of `recalibrated`. All processes call this; the network does not change.
     """
-    examples = TrainingExamples.of(trainer, max_examples=max_examples, seed=seed)
-    found = recalibrated(trainer, network, architectures, max_examples=max_examples, seed=seed)
-    if examples is None or found is None:
-        return None
-    ranks, parts = Ranks(trainer), list(zip(architectures, found[0], strict=True))
+    sums, _ = recalibrated(trainer, network, architectures, examples)
+    ranks, parts = Ranks(trainer), list(zip(architectures, sums, strict=True))
     with visiting(trainer, "validation", mode="eval") as visit:
         batches = (batch for owner in examples.share(ranks) for batch in examples.batches(owner))
         prepared = map(visit.prepared, batches)
@@ -394,13 +376,13 @@ Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 @final
 @dataclass(frozen=True, eq=False)
 class SubNetworkScore:
-    """Validation accuracy of a sub-network as the objective of a search; deterministic.
+    """Accuracy of a sub-network on validation examples, as the objective of a search; deterministic.
 
     Attributes:
         network: trained network whose ``forward(images, architecture)`` runs a sub-network.
-        training: function for batches of at least two examples for the batch norm statistics; called once
-            per score, not without batch norm.
-        validation: function for the batches of validation examples; called once per score.
+        training: returns training batches of at least two examples, for the batch norm statistics; called
+            once per score if the network has batch norm.
+        validation: returns the batches of validation examples; called once per score.
         context: makes the context of every forward pass, e.g. mixed precision.
     """
 

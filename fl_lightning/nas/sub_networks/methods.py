@@ -1,4 +1,4 @@
-"""Training methods for a network with sub-networks of all sizes: which sub-networks a step trains, and its loss.
+"""Training methods of a `OneShot`: the sub-networks that a step trains, and its loss.
 
     RandomPath   CE(s_i, y)                                          s_i drawn uniformly
     Shrinking    CE(largest, y), CE(s_i, y) + λ KD(s_i, largest)     s_i drawn from the options of a round
@@ -9,15 +9,15 @@ The loss of a step is the mean of these terms, so that a learning rate fits any 
 
     KD(s, t) = -Σ_k p_k log q_k,   p: softmax of the logits of t, constant; q: softmax of those of s
 
-For a client with a budget, the largest network is the client's limit, and drawn networks are cut to it.
-Draws are a pure function of (seed, round, client, step), so that a resumed run repeats them.
-Progressive shrinking adds smaller options over the rounds: first only the largest network trains, then
-kernels, depths and widths join in this order, one option at a time.
+For a client with a budget, the largest network is the largest that it can afford, and drawn networks are cut
+to it. Draws are a function of (seed, round, client, step), so that a resumed run repeats them.
+Progressive shrinking: first only the largest network trains, then smaller kernels, depths and widths join in
+this order, one option per phase.
 Sources: Cai et al. 2020, ICLR (Once-for-All), sections 3 and 3.2; Yu et al. 2020, ECCV (BigNAS), section 3.1.
-Differs: both papers add losses up. In `Shrinking` the largest network keeps learning from labels, and
-teaches; with ``largest: frozen`` a copy from before shrinking teaches, and the largest does not train on, as
-in the paper. The paper trains 1, 2 and 4 sub-networks a step for kernel, depth and width, and both smaller
-kernels join at once.
+Differs: the papers use the sum of the losses. In `Shrinking` the largest network keeps learning from labels,
+and teaches; with ``largest: frozen`` a copy from the end of the first phase teaches, and the largest no longer
+trains, as in the paper. The paper trains 1, 2 and 4 sub-networks per step for kernel, depth and width, and both
+smaller kernels join at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fl_lightning.nas.sub_networks.capability import within
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Inputs of a method's local step: networks, loss functions and a random generator.
+    """Inputs of a method in a local step: networks, functions for logits and losses, a random generator.
 
     Attributes:
         limit: largest sub-network that the client trains.
@@ -51,11 +51,10 @@ class Step:
         generator: generator of the step's draws.
         seed: seed of draws that are made once per run.
         networks: networks that share the weights.
-        logits: function for the logits of a sub-network on the batch.
-        labels_loss: function for the loss of logits against the labels of the batch.
-        whole: function for the logits of the largest network, regularised if that is on.
-        frozen: function for the logits of a sub-network in the weights at the end of the first phase of
-            `Shrinking`, for its frozen teacher.
+        logits: returns the logits of a sub-network on the batch.
+        labels_loss: returns the loss of logits against the labels of the batch.
+        whole: returns the logits of the largest network, with its dropout and drop-connect.
+        frozen: returns the logits of a sub-network in the weights of a frozen teacher, see `Shrinking`.
     """
 
     limit: Architecture
@@ -77,16 +76,16 @@ class Step:
         return space
 
     def drawn(self) -> Architecture:
-        """Return a uniformly drawn sub-network, cut to the limit."""
+        """Return a uniformly drawn sub-network, whose sizes are cut to those of the limit."""
         return within(self.space.sample(self.generator), self.limit)
 
 
 class Method(ABC):
-    """Base of the methods that train sub-networks; subclasses are frozen dataclasses."""
+    """Base of the training methods of a `OneShot`; subclasses are frozen dataclasses."""
 
     @abstractmethod
     def loss(self, step: Step) -> Tensor:
-        """Return the loss of a step, averaged over the sub-networks that train."""
+        """Return the loss of a local step, averaged over the sub-networks that train."""
 
     def check(self, space: SizeSpace) -> None:  # noqa: B027 - most methods train any space
         """Raise ConfigurationError for a space that the method cannot train."""
@@ -136,13 +135,13 @@ class Sandwich(Method):
 
 
 def sandwich_loss(step: Step, drawn: Sequence[Architecture]) -> Tensor:
-    """Return the mean of the largest network's label loss and the distillation losses of the others.
+    """Return the mean of the largest network's loss on labels and the others' distillation losses.
 
-    Networks equal to the largest are left out, because they would learn from themselves.
+    Drawn networks that equal the largest are left out: they would learn from themselves.
 
     Args:
         step: the local step.
-        drawn: sub-networks that learn beside the smallest.
+        drawn: sub-networks that train beside the largest and the smallest.
     """
     teacher = step.whole(step.limit)
     students = [network for network in (step.space.smallest, *drawn) if network != step.limit]
@@ -151,7 +150,7 @@ def sandwich_loss(step: Step, drawn: Sequence[Architecture]) -> Tensor:
 
 
 def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the cross-entropy of a student to the probabilities of a teacher, averaged over examples.
+    """Return the cross entropy of a student's logits to a teacher's probabilities, averaged over examples.
 
     Args:
         student: logits of the student, shape (batch, num_classes).
@@ -177,17 +176,16 @@ class Shrinking(Method):
     Attributes:
         rounds: number of rounds of each phase: the largest network alone, then one phase per option that
             joins; the last phase has no end. None for phases of equal length.
-        order: names of the sizes in the order in which they shrink, other sizes stay largest; None for
-            resolution, kernel, depth, widths.
+        order: kinds of size, such as ``kernel``, in the order in which they shrink; others stay largest.
+            None for resolution, kernel, depth, then all others.
         num_drawn: number of drawn sub-networks per step, at least 1.
-        distillation: weight λ >= 0 of the distillation from the largest network.
-        sort: whether channels are sorted by importance before a narrower width joins, see
-            `sort_before_round`.
-        largest: role of the largest network after its phase. ``learns``: it learns from labels in every
-            step, beside drawn networks, and teaches them. ``frozen``: a copy from the end of its phase
-            teaches, as published; in a short run drawn networks then overwrite the largest. ``shared``: the
-            current weights teach and do not learn.
-        rates: factor of the learning rate in each phase; the schedule then runs anew in every phase, as
+        distillation: weight λ of the distillation from the largest network, at least 0.
+        sort: whether channels are sorted by importance before a narrower width joins.
+        largest: role of the largest network after its phase. ``learns``: it trains on labels in every
+            step and teaches the drawn networks. ``frozen``: a copy from the end of its phase teaches, as
+            published; in a short run drawn networks then overwrite the largest. ``shared``: it teaches with
+            the current weights and does not train.
+        rates: factor of the learning rate in each phase; the schedule then restarts in every phase, as
             published. None for one schedule over the run.
 
     Raises:
@@ -219,25 +217,25 @@ class Shrinking(Method):
         known, order = space.most_options, self.order_in(space)
         if set(order) - set(known) or len(set(order)) < len(order):
             raise ConfigurationError(
-                f"order names each size of {space.name} at most once, of "
-                f"{', '.join(known)}; got {', '.join(order)}"
+                f"model.method.order must be some of {', '.join(known)} for {space.name}, each once; got "
+                f"{', '.join(order)}"
             )
         phases = 1 + sum(known[name] - 1 for name in order)
         given = {"rounds": self.rounds, "rates": self.rates}
         for name, numbers in given.items():
             if numbers is not None and (len(numbers) != phases or min(numbers) < 0):
                 raise ConfigurationError(
-                    f"{name} must have {phases} numbers from 0: of the largest alone and of each option "
-                    f"of {', '.join(order)} that joins; got {list(numbers)}"
+                    f"model.method.{name} must have {phases} numbers of at least 0, one for the largest network "
+                    f"alone and one for each smaller option of {', '.join(order)}; got {list(numbers)}"
                 )
         if self.largest == "frozen" and self.rounds is not None and not self.rounds[0]:
             raise ConfigurationError(
-                "largest: frozen: the teacher is the largest network after its phase, and rounds gives it "
-                "none: begin rounds with 1 or more"
+                "model.method.largest: frozen needs a largest network that has trained alone, and rounds begins "
+                "with 0: set its first number to 1 or more"
             )
 
     def order_in(self, space: SizeSpace) -> tuple[str, ...]:
-        """Return the sizes in the order in which they shrink."""
+        """Return the kinds of size in the order in which they shrink."""
         published = sorted(space.most_options, key=lambda kind: _FIRST.get(kind, len(_FIRST)))
         return tuple(published) if self.order is None else self.order
 
@@ -254,7 +252,7 @@ class Shrinking(Method):
         return sum(round_ >= start for start in self.starts(space, num_rounds)[1:])
 
     def kept(self, space: SizeSpace, round_: int, num_rounds: int = 0) -> list[int]:
-        """Number of options that each decision may take in a round; the largest options come first."""
+        """Return the number of options of every decision that train in a round; the largest ones join first."""
         left, most = self.phase(space, round_, num_rounds), space.most_options
         joined = dict.fromkeys(most, 0)
         for name in self.order_in(space):
@@ -264,7 +262,7 @@ class Shrinking(Method):
         return [min(1 + joined[kind], len(decision.options)) for kind, decision in pairs]
 
     def sample(self, space: SizeSpace, kept: Sequence[int], generator: Generator) -> Architecture:
-        """Return a sub-network with every size drawn uniformly from the kept options."""
+        """Return a sub-network, every size drawn uniformly from its largest options, as many as `kept` says."""
         choices = []
         for decision, number in zip(space.decisions, kept, strict=True):
             drawn = int(torch.randint(number, (), generator=generator))

@@ -1,13 +1,12 @@
 """Callback of a `OneShot`: client budgets, sorting of channels, recalibration of batch norm.
 
-Training: in a federation the callback tells the module which client trains. With a capability each client
-has a mask of the coordinates that fit the client's budget; only these are sent, and a coordinate is averaged
-over the clients that hold it.
-Between rounds: a frozen teacher of `Shrinking` is copied when the first phase ends. Channels are sorted
+In a round: the callback records which client trains. With a capability every client has a mask of the
+coordinates that its sub-networks use; only these are sent, and a coordinate is averaged over the clients that
+train it.
+Before a round: a frozen teacher of `Shrinking` is copied when the first phase ends. Channels are sorted
 before a narrower width joins, so that narrow networks start with the most important channels. The outputs of
 the largest network, and of widths that already train, do not change. The optimizer (of the server, or of a
-central run) then starts without state, because its state is by channel. Clients must have no state by
-coordinates.
+central run) then restarts, because its state is in the old order. Clients must have no state by coordinates.
 At the end of a round without validation batch norm statistics are recalibrated, as before evaluations.
 Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 """
@@ -38,11 +37,11 @@ class CurrentClient(Stage):
     """Stage that records which client trains now.
 
     Attributes:
-        client: number of the client that trains now; None between clients.
+        client: id of the client that trains now; None between clients.
     """
 
-    one_at_a_time = "which sub-networks train differs from step to step"
-    # the stage reads only the number of a client, where it trains
+    one_at_a_time = "every step trains other sub-networks"
+    # the stage reads only the id of a client, where it trains
     traits = Stage.traits.without(Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES, Trait.SIMULATION)
 
     def __init__(self) -> None:
@@ -63,8 +62,7 @@ class SubNetworkRounds(Callback):
 
     Attributes:
         unprotected: description of the values of clients that ε does not cover; None if there are none.
-        teacher: weights of the network when the first phase of `Shrinking` ended, by name, for a frozen
-            teacher; None before.
+        teacher: weights of a frozen teacher by name, from the end of `Shrinking`'s first phase; None before.
     """
 
     def __init__(self) -> None:
@@ -86,8 +84,9 @@ class SubNetworkRounds(Callback):
         """Check the run, and add the stage that records which client trains.
 
         Raises:
-            ConfigurationError: for a capability in a run without clients, limits of sites without it, a budget that no network
-                meets, or personal models whose statistics would not be recalibrated.
+            ConfigurationError: for a capability without clients, limits of sites without a capability, a
+                budget below the smallest network, personal models whose statistics would not be
+                recalibrated, sorting beside a state by coordinates, or phases without a number of rounds.
         """
         module: Any = pl_module
         self._module, self._current, self._limits = module, None, None
@@ -98,12 +97,12 @@ class SubNetworkRounds(Callback):
             self.unprotected = "the sums of each client's activations, for batch norm statistics"
         if stage != "fit":
             return
-        check_sorting(trainer, module.method)
+        check_shrinking(trainer, module.method)
         if federation is None:
             if module.capability is not None:
                 raise ConfigurationError(
-                    "model.capability needs clients, and this run has none: add a federation block, or "
-                    "leave it out"
+                    "model.capability is a budget of each client, and this run has no clients: add a federation "
+                    "block, or leave capability out"
                 )
             return
         if module.capability is not None:
@@ -113,21 +112,21 @@ class SubNetworkRounds(Callback):
                 self._limits[client] = within(self._limits[client], most)
         elif module.most_of_clients:
             raise ConfigurationError(
-                "model.capability: sites have a most_cost, so that clients train networks of different sizes: set it, "
-                "e.g. to DeviceClasses with budgets_of_classes: [1.0], with an optimizer that supports masks "
-                "(SparseSGDM, SparseAdamW)"
+                "model.capability: sites have a most_cost, so that clients train networks of different sizes: set "
+                "capability, e.g. to DeviceClasses with budgets_of_classes: [1.0], and use an optimizer that "
+                "supports masks (SparseSGDM, SparseAdamW)"
             )
         check_personal(federation.personal, module.network)
         self._current = CurrentClient()
         federation.add(self._current)
 
     def limit_of(self, client: int | None) -> Architecture:
-        """Return the largest sub-network that a client trains; of all networks in a central run."""
+        """Return the largest sub-network that a client trains: the largest of all without a budget."""
         largest: Architecture = self._module.space.largest
         return largest if self._limits is None or client is None else self._limits[client]
 
     def client_masks(self) -> MaskOfClient | None:
-        """Return a function for the mask of each client, or None without a capability."""
+        """Return the function that computes the mask of a client; None without a capability."""
         return None if self._limits is None else self._mask
 
     def _mask(self, client: int) -> Mapping[str, Tensor]:
@@ -142,13 +141,12 @@ class SubNetworkRounds(Callback):
         if self._is_at_site:
             return  # the server does, and sends the model
         module: Any = pl_module
-        method, num_rounds = module.method, max(0, trainer.max_epochs or 0)
+        method, round_ = module.method, trainer.current_epoch
         if isinstance(method, Shrinking) and method.largest == "frozen":
-            if self.teacher is None and method.phase(
-                module.space, trainer.current_epoch, num_rounds
-            ):
-                live = module.network.named_parameters()
-                self.teacher = {name: param.detach().clone() for name, param in live}
+            has_shrunk = method.phase(module.space, round_, max(0, trainer.max_epochs or 0)) > 0
+            if self.teacher is None and has_shrunk:
+                weights = module.network.named_parameters()
+                self.teacher = {name: param.detach().clone() for name, param in weights}
             if self.teacher is not None:  # a restored one may be on another device
                 self.teacher = {name: t.to(module.device) for name, t in self.teacher.items()}
         sort_before_round(trainer, pl_module)
@@ -179,21 +177,28 @@ _NO_WIDTH = ("resolution", "kernel", "depth")
 _MEMORIES = ("correction", "personal", "updates", "asynchronous", "client_state", "privacy")
 
 
-def check_sorting(trainer: Trainer, method: Any) -> None:
-    """Raise ConfigurationError if channels are sorted in a run that keeps a state by coordinates."""
+def check_shrinking(trainer: Trainer, method: Any) -> None:
+    """Raise ConfigurationError if phases have no length, or the run has a state that cannot be sorted."""
+    if not isinstance(method, Shrinking):
+        return
+    if method.rounds is None and (trainer.max_epochs or -1) < 1:
+        raise ConfigurationError(
+            f"model.method Shrinking divides the run into phases of equal length, and trainer.max_epochs is "
+            f"{trainer.max_epochs}: set it, or the length of each phase by model.method.rounds"
+        )
     federation = federation_of(trainer)
-    if not (isinstance(method, Shrinking) and method.sort) or federation is None:
+    if not method.sort or federation is None:
         return
     found = [name for name in _MEMORIES if getattr(federation, name, None)]
     if found:
         raise ConfigurationError(
             f"model.method.sort reorders channels between rounds, and federation.{found[0]} "
-            "has a state in the old order: leave one of them out"
+            f"has a state in the old order: set sort to false, or leave {found[0]} out"
         )
     if str(trainer.precision) in ("bf16-true", "64-true"):
         raise ConfigurationError(
-            f"model.method.sort: with precision {trainer.precision} the server has a copy of the weights, "
-            "which cannot be sorted between rounds: use 32-true or bf16-mixed"
+            f"model.method.sort: with trainer.precision {trainer.precision} the server has a copy of the weights, "
+            "which cannot be sorted between rounds: use 32-true or bf16-mixed, or set sort to false"
         )
 
 
@@ -223,7 +228,7 @@ def sort_before_round(trainer: Trainer, module: Any) -> None:
 
 
 def _narrower(space: SizeSpace, kept: Sequence[int]) -> list[Architecture]:
-    """Return the deepest network of each width below the largest, among the kept options."""
+    """Return the deepest network of every width below the largest, among the largest `kept` options."""
     found = []
     for steps in range(1, max(kept)):
         choices = [
