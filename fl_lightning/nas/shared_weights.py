@@ -1,8 +1,8 @@
 """Base of `Supernet` and `OneShot`: LightningModules whose weights are shared by many networks.
 
-Batches are images (B, in_channels, H, W) and labels (B,). Running statistics of batch norm would mix
-networks. So every evaluation first computes the statistics of each network that it runs, from sums over
-training examples that add up over clients (`recalibrated`).
+A batch is images (B, in_channels, H, W) and labels (B,). Running statistics of batch norm would mix
+networks. So every evaluation first recalibrates: it computes the statistics of each network that it runs from
+sums over training examples, which are added over clients (`recalibrated`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fl_lightning.reports.progress import federation_of
 
 Batch = tuple[Tensor, Tensor]
 RemoteSums = Callable[..., Iterator[list[Sums]]]  # see `FederatedDataModule.summed_by`
-_NUM_BLANK = 2  # images whose sums those of remote clients are compared with
+_NUM_BLANK = 2  # number of blank images, with whose sums those of remote clients are compared
 
 
 class SharedWeights(LightningModule):
@@ -52,7 +52,7 @@ class SharedWeights(LightningModule):
         recalibration_examples: number of training examples, over all clients, for the batch norm
             statistics of an evaluation, at least 2; None for all.
         seed: seed of draws that are equal for all clients; the run's seed if None.
-        ranges: value and range of further settings, by name, see `check_range`.
+        ranges: value and allowed range of further options, by name, see `check_range`.
 
     Attributes:
         seed: seed of draws that are equal for all clients.
@@ -89,7 +89,7 @@ class SharedWeights(LightningModule):
     @property
     @abstractmethod
     def shown(self) -> dict[str, Any]:
-        """Networks that an evaluation runs, by name: second arguments of `network`, the main one last."""
+        """Networks that an evaluation runs, by name, the main one last; second arguments of `network`."""
 
     @abstractmethod
     def checked(self, batch: Any) -> Batch:
@@ -100,11 +100,7 @@ class SharedWeights(LightningModule):
         """
 
     def check_batch(self, batch: Any) -> None:
-        """Check the form, images and labels of a batch; `Federation` calls this before it trains.
-
-        Raises:
-            ConfigurationError: if the batch does not fit the network.
-        """
+        """Raise ConfigurationError if a batch does not fit the network; `Federation` calls this before training."""
         _check_labels(self.networks.shape["num_classes"], self.checked(batch)[1])
 
     def on_validation_epoch_start(self) -> None:
@@ -136,7 +132,7 @@ class SharedWeights(LightningModule):
     def _remote_sums(
         self, remote: RemoteSums, shown: Mapping[str, Any], asked: Mapping[int, int]
     ) -> Iterator[list[Sums]]:
-        """Yield the sums of remote clients, checked against those of blank images."""
+        """Yield the sums of remote clients, after checks against the sums of blank images."""
         images = torch.zeros(self.networks.images(_NUM_BLANK).shape)
         batch = images, torch.zeros(_NUM_BLANK, dtype=torch.long)
         owners = ExampleOwners(FlatShards.of([range(_NUM_BLANK)]), lambda _: batch, _NUM_BLANK)
@@ -146,7 +142,9 @@ class SharedWeights(LightningModule):
 
         def read(told: dict[str, Tensor], num_examples: int) -> list[Sums]:
             if told.keys() != _by_place(expected).keys():
-                raise ValueError(f"it sent no sums of {num_examples} examples")
+                raise ValueError(
+                    f"its answer has no batch norm sums of {num_examples} examples, or those of other layers"
+                )
             found = _by_network(told)
             for name, sums in found.items():
                 _check_sums(sums, expected[name], num_examples / _NUM_BLANK)
@@ -157,7 +155,7 @@ class SharedWeights(LightningModule):
         return remote(STATISTICS, asked, read, skips=skips)
 
     def client_sums(self, counts: Mapping[int, int]) -> Iterator[dict[str, Tensor]]:
-        """Yield the sums of the `shown` networks over some examples of each client, by network and layer.
+        """Yield the sums of the `shown` networks over examples of each client, by network and layer.
 
         Args:
             counts: number of examples by client.
@@ -171,16 +169,16 @@ class SharedWeights(LightningModule):
             yield _by_place(dict(zip(shown, found, strict=True)))
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return the sums that evaluations use, by network and layer, for an evaluation at sites."""
+        """Return the sums that evaluations use, by network and layer, to send them to sites."""
         return _by_place(self._sums)
 
     def use_statistics(self, told: Mapping[str, Tensor]) -> None:
-        """Use the sums of `statistics` in the next evaluation."""
+        """Use sums of `statistics`, which the server sent, in the next evaluation."""
         self._sums = _by_network(told)
 
     @property
     def recomputed(self) -> list[str]:
-        """Names of the buffers that `recalibrate` writes, in which server and sites may differ."""
+        """Names of the buffers that `recalibrate` writes; they may differ between server and sites."""
         names = (name for name, _ in batch_norms(self.network))
         return [f"network.{n}.{b}" for n in names for b in ("running_mean", "running_var")]
 
@@ -204,20 +202,19 @@ class SharedWeights(LightningModule):
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log val/loss and val/accuracy of the main network, and accuracies of further networks."""
+        """Log val/loss and val/accuracy of the main network, and accuracies of the others in `shown`."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log test/loss and test/accuracy of the main network, and accuracies of further networks."""
+        """Log test/loss and test/accuracy of the main network, and accuracies of the others in `shown`."""
         self._evaluate("test", batch)
 
     def _scheduler(self, optimizer: Optimizer) -> LambdaLR:
-        """Return the learning rate scheduler of an optimizer."""
         num_rounds = self.trainer.max_epochs or -1  # -1 is Lightning's "no end"
         return LambdaLR(optimizer, lambda round: self.rate_factor(round, num_rounds))
 
     def rate_factor(self, round_: int, num_rounds: int) -> float:
-        """Factor of the learning rate in a round (epoch) of a run; -1 rounds is a run without end."""
+        """Return the factor of the learning rate in a round (epoch); a run without end has -1 rounds."""
         return self.schedule.factor(round_, num_rounds)
 
 
@@ -236,29 +233,29 @@ def _by_network(told: Mapping[str, Tensor]) -> dict[str, Sums]:
 
 
 def _check_sums(told: Sums, blank: Sums, ratio: float) -> None:
-    """Check the sums that a remote client has sent.
+    """Raise ValueError if sums that a remote client has sent have other sizes or counts, or no valid variance.
 
     Args:
         told: sums of one sub-network, of the same layers as ``blank``.
         blank: sums of the same sub-network over blank images.
-        ratio: number of examples of the sums, as a multiple of the blank images.
-
-    Raises:
-        ValueError: if the sums are of other sizes or numbers of examples, or no statistics follow from them.
+        ratio: number of the client's examples, divided by that of blank images.
     """
     for name, own in blank.items():
         sums = told[name]
         if (sums.shape, sums.dtype) != (own.shape, own.dtype) or not sums.isfinite().all():
-            raise ValueError(f"its sums of {name} are not {tuple(own.shape)} finite float64")
+            raise ValueError(
+                f"its sums of {name} must be finite float64 of shape {tuple(own.shape)}, got {sums.dtype} of "
+                f"{tuple(sums.shape)}"
+            )
         if not torch.equal(sums[0], own[0] * ratio):
             raise ValueError(
-                f"its sums of {name} are of {sums[0, 0]:g} numbers a channel, and square images of "
+                f"its sums of {name} have {sums[0, 0]:g} numbers per channel, and square images of "
                 f"model.image_size have {own[0, 0] * ratio:g}"
             )
         mean, square = sums[1:] / sums[0]
         if (square * (1 + 1e-9) < mean.square()).any() or not square.float().isfinite().all():
             raise ValueError(
-                f"its sums of {name} give a variance below 0, or numbers that are too large"
+                f"its sums of {name} have a variance below 0, or one that float32 cannot represent"
             )
 
 
@@ -268,12 +265,12 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def check_image_size(side: int, images: Tensor) -> None:
-    """Raise ConfigurationError if the images do not have the size for which costs are computed."""
+    """Raise ConfigurationError if neither height nor width of the images is the size for which costs are computed."""
     if images.ndim == 4 and side not in images.shape[2:]:
         given = " x ".join(map(str, images.shape[2:]))
         raise ConfigurationError(
-            f"model.image_size is {side}, and the images are {given}: set image_size to that of the "
-            "data, for which costs are computed"
+            f"model.image_size is {side}, and the images are {given} pixels: set image_size to the size of the "
+            "images, for which costs are computed"
         )
 
 
@@ -282,5 +279,5 @@ def _check_labels(num_classes: int, labels: Tensor) -> None:
     if len(labels) and int(labels.max()) >= num_classes:
         raise ConfigurationError(
             f"model.num_classes is {num_classes}, but the data have the label {int(labels.max())}: set "
-            "num_classes to the number of classes of the data"
+            f"num_classes to the number of classes, at least {int(labels.max()) + 1}"
         )

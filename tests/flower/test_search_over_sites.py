@@ -303,14 +303,14 @@ def test_sums_come_in_the_order_of_the_clients_with_their_numbers():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda sums: None, "sent no sums of 4 examples"),
-        (lambda sums: sums[:, :1], "are not .* finite float64"),
-        (lambda sums: sums.float(), "are not .* finite float64"),
-        (lambda sums: sums * torch.nan, "are not .* finite float64"),
-        (lambda sums: sums * 1000, r"numbers a channel, and square images of model\.image_size"),
-        (lambda sums: sums * factors(1.0, -1.0), "give a variance below 0"),
-        (lambda sums: sums * factors(1e150, 1.0), "give a variance below 0"),
-        (lambda sums: sums * factors(1.0, 1e200), "give a variance below 0"),
+        (lambda sums: None, "no batch norm sums of 4 examples"),
+        (lambda sums: sums[:, :1], "must be finite float64"),
+        (lambda sums: sums.float(), "must be finite float64"),
+        (lambda sums: sums * torch.nan, "must be finite float64"),
+        (lambda sums: sums * 1000, r"numbers per channel, and square images of model\.image_size"),
+        (lambda sums: sums * factors(1.0, -1.0), "have a variance below 0"),
+        (lambda sums: sums * factors(1e150, 1.0), "have a variance below 0"),
+        (lambda sums: sums * factors(1.0, 1e200), "have a variance below 0"),
     ],
 )
 def test_a_client_with_sums_of_no_examples_is_named_or_left_out(change, said):

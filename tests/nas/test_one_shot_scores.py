@@ -121,7 +121,7 @@ def test_refusals():
     cell = "|none~0|+|none~0|none~1|+|none~0|none~1|none~2|"
     with pytest.raises(ConfigurationError, match="weights: there is no file 'x"):
         Network(NASBench201(), cell, num_classes=4, weights="x.ckpt")
-    with pytest.raises(ConfigurationError, match="new_head: all of a network without weights is"):
+    with pytest.raises(ConfigurationError, match="new_head: without weights the whole network is"):
         Network(NASBench201(), cell, num_classes=4, new_head=True)
     with pytest.raises(ConfigurationError, match="cells: resnet is not made of cells"):
         Network(RESNET, str(RESNET.smallest), num_classes=4, cells=2)

@@ -1,7 +1,7 @@
 """Base of the search spaces: decisions with options, architectures, and a parser for their strings.
 
-An architecture has one option for every decision. The string of an architecture contains all choices, and
-`parse` of the space reads it; errors name the position in the string.
+An architecture has one option for every decision. Its string contains all of them, and `parse` of the space
+reads it; errors name the position in the string.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.nas.cost.count import Cost, count
 
-# Largest number of architectures for `enumerate`: more would take too long.
+# largest number of architectures for `enumerate`: more would take too long
 MOST_ENUMERATED = 1_000_000
 
 
@@ -47,7 +47,7 @@ class Architecture:
         choices: index of the chosen option of every decision.
 
     Raises:
-        ConfigurationError: if there is not one valid choice per decision.
+        ConfigurationError: if the number of choices, or an index, does not fit the space.
     """
 
     space: SearchSpace
@@ -57,13 +57,13 @@ class Architecture:
         decisions = self.space.decisions
         if len(self.choices) != len(decisions):
             raise ConfigurationError(
-                f"an architecture of {self.space.name} has {len(decisions)} choices, "
+                f"an architecture of {self.space.name} has {len(decisions)} choices, one per decision, "
                 f"got {len(self.choices)}"
             )
         for choice, decision in zip(self.choices, decisions, strict=True):
             if not 0 <= choice < len(decision.options):
                 raise ConfigurationError(
-                    f"{decision.name} has the options 0 to {len(decision.options) - 1}, got {choice}"
+                    f"{decision.name} has the options 0 to {len(decision.options) - 1}, got the index {choice}"
                 )
 
     @property
@@ -88,12 +88,12 @@ class SearchSpace(ABC):
 
     @property
     def separators(self) -> tuple[str, ...]:
-        """Separators in an architecture's string: before each option, and after the last; by default ``name=option|…``."""
+        """Text before every option and after the last one in a string; by default for ``name=option|…``."""
         names = [f"{decision.name}=" for decision in self.decisions]
         return (*names[:1], *(f"|{name}" for name in names[1:]), "")
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the canonical string of given choices."""
+        """Return the string of given choices."""
         pairs = zip(self.decisions, choices, strict=True)
         options = [*(decision.options[choice] for decision, choice in pairs), ""]
         return "".join(map("".join, zip(self.separators, options, strict=True)))
@@ -118,16 +118,16 @@ class SearchSpace(ABC):
         return Architecture(self, tuple(int(choice) for choice in choices))
 
     def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
-        """Return for each choice whether it has an effect; by default all have."""
+        """Return whether each choice has an effect on the network; by default all have."""
         return (True,) * len(choices)
 
     @property
     def size(self) -> int:
-        """Number of architectures; different ones may compute the same function."""
+        """Number of architectures, of which some may compute the same function."""
         return math.prod(len(decision.options) for decision in self.decisions)
 
     def sample(self, generator: torch.Generator) -> Architecture:
-        """Draw an architecture, every choice uniformly."""
+        """Draw an architecture, every option uniformly."""
         return self.architecture(
             [
                 int(torch.randint(len(decision.options), (), generator=generator))
@@ -144,8 +144,8 @@ class SearchSpace(ABC):
         size = self.size
         if size > MOST_ENUMERATED:
             raise ConfigurationError(
-                f"{self.name} has {size:.3g} architectures: too many to go through one by one "
-                f"(at most {MOST_ENUMERATED:,}). Sample, or search with evolution"
+                f"{self.name} has {size:.3g} architectures, too many to enumerate (at most {MOST_ENUMERATED:,}): draw "
+                "some with `sample`, or search with --strategy evolution"
             )
         options = (range(len(decision.options)) for decision in self.decisions)
         return (self.architecture(choices) for choices in product(*options))
@@ -154,7 +154,8 @@ class SearchSpace(ABC):
         """Raise ConfigurationError for an architecture of another space."""
         if architecture.space is not self and architecture.space != self:
             raise ConfigurationError(
-                f"{self.name} cannot use an architecture of another space ({architecture.space.name})"
+                f"{self.name} cannot use an architecture of another space ({architecture.space.name}) or of other "
+                f"settings of the space: {architecture}"
             )
 
     @abstractmethod
@@ -163,13 +164,13 @@ class SearchSpace(ABC):
 
         Args:
             architecture: architecture of this space.
-            shape: shape of the network: num_classes; in_channels, 3 by default; of cells also channels (of
-                the first cells), cells (their number), with the defaults of the space.
+            shape: num_classes, and in_channels (3 by default); in a space of cells also channels (of the
+                first cells) and cells (their number), with the defaults of the space.
         """
 
     @final
     def cost(self, architecture: Architecture, *, side: int = 32, **shape: int) -> Cost:
-        """Exact cost of an architecture's network for one image, as `Networks.cost`.
+        """Return the exact cost of an architecture's network for one image.
 
         Args:
             architecture: architecture of this space.
@@ -186,7 +187,7 @@ class SearchSpace(ABC):
         return Networks(self, side, shape).cost(architecture)
 
     def counted(self, architecture: Architecture, networks: Networks) -> Cost:
-        """Count the cost on a network on the meta device; spaces that know their parts are faster."""
+        """Count the cost of a whole network on the meta device; subclasses add up known parts, which is faster."""
         return _counted(architecture, networks)
 
 
@@ -198,12 +199,12 @@ def _counted(architecture: Architecture, networks: Networks) -> Cost:
 
 @dataclass(frozen=True)
 class Networks:
-    """All networks of a space in one shape.
+    """All networks of a space, for images of one size and a number of classes.
 
     Attributes:
         space: space of the networks.
         side: height and width of the images, in pixels.
-        shape: options of the space's `build`: num_classes, in_channels, of cells also channels and cells.
+        shape: arguments of the space's `build`: num_classes, in_channels, of cells also channels and cells.
     """
 
     space: SearchSpace
@@ -218,14 +219,14 @@ class Networks:
         return self.space.build(architecture, **self.shape)
 
     def images(self, count: int) -> Tensor:
-        """Return images of uninitialised pixels that the networks take, on PyTorch's current device."""
+        """Return a batch of images with uninitialised pixels, on PyTorch's current device."""
         return torch.empty(count, self.shape["in_channels"], self.side, self.side)
 
     def cost(self, architecture: Architecture) -> Cost:
-        """Exact cost of an architecture's network for one image.
+        """Return the exact cost of an architecture's network for one image.
 
         Raises:
-            ConfigurationError: if the architecture is of another space, or a number is not positive.
+            ConfigurationError: if the architecture is of another space, or a number is below 1.
         """
         self.space.check_own(architecture)
         for name, number in {"side": self.side, **self.shape}.items():
@@ -234,7 +235,7 @@ class Networks:
 
 
 class ArchitectureReader:
-    """Parser of the string of an architecture; keeps the position for error messages.
+    """Parser of the string of an architecture, which names the position in error messages.
 
     Example:
         >>> reader = ArchitectureReader("|skip~0|", "cells")
@@ -252,25 +253,21 @@ is 'skip'; expected the operation: conv, pool
         self.place = 0
 
     def expect(self, piece: str) -> None:
-        """Read an exact piece of text.
-
-        Raises:
-            ConfigurationError: if the string has something else at this position.
-        """
+        """Read a piece of text; raises ConfigurationError if the string has something else here."""
         if not self.follows(piece):
             self.refuse(f"expected {piece!r}")
 
     def follows(self, piece: str) -> bool:
-        """Read a piece of text if it is next; returns True if it was."""
+        """Read a piece of text if it is next, and return whether it was."""
         is_next = self.text.startswith(piece, self.place)
         self.place += len(piece) if is_next else 0
         return is_next
 
     def option(self, options: Sequence[str], what: str) -> int:
-        """Read the longest option that fits, so that 3.5 is not read as 3; return the option's index.
+        """Read the longest option that fits (3.5 rather than 3), and return its index.
 
         Raises:
-            ConfigurationError: if the string has something else at this position.
+            ConfigurationError: if the string has none of the options here; the message names `what`.
         """
         for option in sorted(options, key=len, reverse=True):
             if self.follows(option):
