@@ -80,7 +80,7 @@ OURS = str(SPACE.parse(DARTS_V2))
         (OURS.replace("none", "").replace("sep_conv_3x3", "none", 1), "character 9 is 'none'"),
         (
             OURS.replace("~1", "~0", 1),
-            "expected the earlier node, not the other input of this one: 1",
+            "expected the earlier node, another than that of the first edge: 1",
         ),
         (OURS.replace("~2|;", "~5|;"), "is '5'; expected the earlier node"),
         (OURS.replace("reduction", "reduce"), "expected ';reduction:'"),
@@ -92,7 +92,10 @@ OURS = str(SPACE.parse(DARTS_V2))
             "expected the operation: max_pool_3x3",
         ),
         (DARTS_V2.replace("'dil_conv_3x3', 2", "'dil_conv_3x3', 5"), "expected the earlier node"),
-        (DARTS_V2.replace("'dil_conv_3x3', 2", "'dil_conv_3x3', 0"), "not the other input"),
+        (
+            DARTS_V2.replace("'dil_conv_3x3', 2", "'dil_conv_3x3', 0"),
+            "another than that of the first edge",
+        ),
         (DARTS_V2.replace(", ('dil_conv_3x3', 2)", ""), "expected the operation"),
     ],
 )

@@ -121,9 +121,9 @@ def test_derivation_takes_the_best_operation_and_none_among_them():
 
 
 def test_parameters_that_mean_no_cell_are_refused():
-    with pytest.raises(ValueError, match=r"alpha of nas_bench_201 is of shape \(6, 5\)"):
+    with pytest.raises(ValueError, match=r"alpha of nas_bench_201 must have the shape \(6, 5\)"):
         SPACE.derive(torch.zeros(5, 6))
-    with pytest.raises(ValueError, match=r"beta of nas_bench_201 is of shape \(6,\)"):
+    with pytest.raises(ValueError, match=r"beta of nas_bench_201 must have the shape \(6,\)"):
         SPACE.derive(torch.zeros(6, 5), torch.zeros(5))
     with pytest.raises(ValueError, match="not finite"):
         SPACE.derive(torch.full((6, 5), torch.nan))

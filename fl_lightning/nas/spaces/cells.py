@@ -1,21 +1,21 @@
 """Spaces of cells: a cell is a small graph with operations on its edges; a network repeats cells.
 
-A row is an edge with its own decision: row r of α, shape (num_rows, num_operations), has the logits of the
-operations on that edge. A function makes the edges of a network: mixtures of all candidates during a
-search, single operations in the final network.
+A row is an edge with a decision of its own: row r of α, shape (num_rows, num_operations), has the logits of the
+operations on the edge. A network is built with a function that makes its edges: mixtures of all candidates in a
+search, single operations in the network of one architecture.
 
-A cost of a network is a sum over rows, so that exact and expected costs come from one table (`RowCosts`):
+A cost of a network is a sum over rows, so that exact and expected costs have one table (`RowCosts`):
 
     cost(cell) = fixed + Σ_rows cost[row, operation on it]
     E[cost]    = fixed + Σ_rows Σ_operations p[row, operation] · cost[row, operation]
 
-The expectation is differentiable in p, so hardware-aware searches add it to their loss. The cost of a row
-is summed over all cells of the network that repeat the edge, at their channels and image sizes.
+The expectation is differentiable in p, so that hardware-aware searches add it to their loss. The cost of a row
+is the sum over all cells that repeat the edge, at their channels and image sizes.
 
-Convolutions that several spaces share are ReLU, convolution without bias, batch norm, in this order.
+Convolutions are ReLU, convolution without bias, batch norm, in this order.
 Sources: Liu et al. 2019 (DARTS) and Dong & Yang 2020 (NAS-Bench-201), with their released code; Cai et al.
 2019, ProxylessNAS, section 3.3, and Wu et al. 2019, FBNet, eq. 7, for the expectation.
-Differs: on images of odd side a factorized reduction pads by one; theirs cannot run there.
+Differs: on images of odd size a factorized reduction pads by one; the published one fails there.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from fl_lightning.nas.spaces.space import Architecture, Networks, SearchSpace
 
 # sizes: channels in, channels out, stride -> operation
 Candidate = Callable[[int, int, int], nn.Module]
-# row, candidates in the order of the space's operations, and the sizes of the edge -> edge; None for no edge
+# row, candidates in the order of the space's operations, sizes of the edge -> edge; None for no edge
 MakeEdge = Callable[[int, Sequence[Candidate], int, int, int], nn.Module | None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """An edge of a cell with an operation of its own: a row of α.
+    """Edge of a cell with a decision of its own; a row of α.
 
     Attributes:
         cell: kind of the cell, e.g. ``"normal"``.
-        source: number of the node where the edge starts.
-        target: number of the node where the edge ends.
+        source: number of the node at which the edge starts.
+        target: number of the node at which the edge ends.
     """
 
     cell: str
@@ -62,13 +62,17 @@ class Row:
 
 
 class WeighedEdge(nn.Module):
-    """Base of the edges of a search; `CellNetwork` sets their edge weights before it runs."""
+    """Base of the edges of a search, whose weights `CellNetwork` sets before a forward pass.
+
+    Attributes:
+        weights: `EdgeWeights` of a rule of relaxation.
+    """
 
     weights: Any = None
 
 
 class CellNetwork(nn.Sequential):
-    """Network of a space of cells: named parts that run one after the other.
+    """Network of a space of cells: named modules that run one after the other.
 
     Args:
         parts: modules by name, the classifier last.
@@ -82,7 +86,7 @@ class CellNetwork(nn.Sequential):
         return [part for part in self.modules() if isinstance(part, WeighedEdge)]
 
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        """Return logits (B, num_classes); the edges of a search use given edge weights."""
+        """Return logits (B, num_classes); the edges of a search use the given weights, or their own if None."""
         before = [edge.weights for edge in self._edges]
         try:
             for edge in self._edges:
@@ -98,11 +102,11 @@ class CellNetwork(nn.Sequential):
 
 
 def next_node(edges: nn.ModuleDict, nodes: Sequence[Tensor]) -> Tensor:
-    """Return the next node of a cell: the sum of its edges from earlier nodes; zeros if it has none.
+    """Return the next node of a cell: the sum of its edges from earlier nodes; zeros without edges.
 
     Args:
-        edges: edges of the cell, named ``source_target``; a missing edge is ``none``.
-        nodes: earlier nodes.
+        edges: edges of the cell, named ``source_target``.
+        nodes: earlier nodes, in order.
     """
     named = ((x, f"{source}_{len(nodes)}") for source, x in enumerate(nodes))
     terms = [edges[name](x) for x, name in named if name in edges]
@@ -111,10 +115,10 @@ def next_node(edges: nn.ModuleDict, nodes: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RowCosts:
-    """One cost measure of the networks of a cell space, as a sum over edges.
+    """One measure of cost of the networks of a cell space, as a sum over rows.
 
     Attributes:
-        fixed: cost of everything except the choices.
+        fixed: cost of everything except the operations.
         of_rows: cost of each operation on each row, shape (num_rows, num_operations).
     """
 
@@ -122,11 +126,11 @@ class RowCosts:
     of_rows: Tensor
 
     def of(self, operations: Sequence[int]) -> float:
-        """Return the cost of a network with given operations on the rows (`operations_of`)."""
+        """Return the cost of a network, from the index of the operation on every row."""
         return self.fixed + self.of_rows[range(len(operations)), list(operations)].sum().item()
 
     def expected(self, probabilities: Tensor) -> Tensor:
-        """Return the expected cost if each row draws an operation independently, a scalar.
+        """Return the expected cost, a scalar, if every row draws its operation independently.
 
         Args:
             probabilities: shape (num_rows, num_operations); gradients flow.
@@ -138,26 +142,29 @@ class RowCosts:
 class CellSpace(SearchSpace):
     """Base of the spaces whose decisions are operations on edges.
 
-    ``operations[none]`` returns zeros, which means no edge.
+    Attributes:
+        operations: names of the operations.
+        none: index of the operation that stands for no edge; -1 if there is none.
+        has_shapes: whether candidates are made for given channels and stride.
     """
 
     operations: ClassVar[tuple[str, ...]]
     none: ClassVar[int]
-    has_shapes: ClassVar[bool] = True  # whether candidates are made for given channels and stride
+    has_shapes: ClassVar[bool] = True
 
     @property
     @abstractmethod
     def rows(self) -> tuple[Row, ...]:
-        """Edges in the order of the rows of α; edges that enter the same node are adjacent."""
+        """Edges in the order of the rows of α; edges into the same node are adjacent."""
 
     @property
     def num_rows(self) -> int:
-        """Number of edges with their own decision."""
+        """Number of rows of α."""
         return len(self.rows)
 
     @property
     def incoming(self) -> tuple[tuple[int, ...], ...]:
-        """Rows of α grouped by the node that their edges enter."""
+        """Numbers of the rows whose edges enter the same node, for every node."""
         rows = self.rows
         starts = [
             row
@@ -179,11 +186,11 @@ class CellSpace(SearchSpace):
         return self.operations[operation]
 
     def masked(self, alpha: Tensor) -> Tensor:
-        """Return α with a very low logit for operations that are not allowed on an edge; unchanged by default."""
+        """Return α with a very low logit for operations that a row lacks; by default all rows have all."""
         return alpha
 
     def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
-        """Return the edges (source, target) of a cell that have no operation; none by default."""
+        """Return the edges (source, target) of a cell that concatenate, without an operation; none by default."""
         return ()
 
     @abstractmethod
@@ -205,8 +212,8 @@ class CellSpace(SearchSpace):
             in_channels: channels of the images.
             channels: channels of the first cells.
             cells: number of cells, per stage or in all, as the space defines.
-            affine: whether batch norms of candidates scale and shift. False during a search, because a
-                scale could undo α.
+            affine: whether batch norms of candidates scale and shift; False in a search, in which a scale
+                could undo α.
         """
 
     @abstractmethod
@@ -237,7 +244,7 @@ class CellSpace(SearchSpace):
         return Cost(*(int(table[measure].of(chosen)) for measure in MEASURES))
 
     def edge_shares(self, beta: Tensor) -> Tensor:
-        """Return the softmax of β over the edges that enter the same node, shape (num_rows,)."""
+        """Return the softmax of β over the edges into the same node, shape (num_rows,)."""
         return torch.cat([beta[list(rows)].softmax(0) for rows in self.incoming])
 
     def check_alpha(self, alpha: Tensor, beta: Tensor | None = None) -> None:
@@ -248,15 +255,18 @@ class CellSpace(SearchSpace):
         for name, (tensor, shape) in rows.items():
             if tuple(tensor.shape) != shape:
                 raise ValueError(
-                    f"{name} of {self.name} is of shape {shape}, got {tuple(tensor.shape)}"
+                    f"{name} of {self.name} must have the shape {shape}, got {tuple(tensor.shape)}"
                 )
             if not tensor.isfinite().all():
-                raise ValueError(f"{name} has a number that is not finite, so it defines no cell")
+                raise ValueError(
+                    f"{name} is not finite, so that it selects no cell: the search has diverged, lower the lr of "
+                    "model.architecture_optimizer"
+                )
 
 
 @lru_cache(maxsize=64)
 def cost_table(networks: Networks) -> Mapping[str, RowCosts]:
-    """Return the costs of the networks of a space of cells by measure; counted once, on the meta device."""
+    """Return the costs of the networks of a space of cells by measure, counted on the meta device."""
     space: Any = networks.space
     inputs: list[tuple[int, Sequence[Candidate], tuple[int, ...], Any]] = []
 
@@ -283,14 +293,14 @@ def cost_table(networks: Networks) -> Mapping[str, RowCosts]:
                     known[key] = counts(candidate(*sizes), x)
                 if number == 0:
                     rest -= known[key]
-                if number != space.none:  # an edge that is left out costs nothing
+                if number != space.none:  # a missing edge costs nothing
                     of_rows[:, row, number] += known[key]
     rows = zip(MEASURES, rest.tolist(), of_rows, strict=True)
     return {measure: RowCosts(fixed, own) for measure, fixed, own in rows}
 
 
 class RowSpace(CellSpace):
-    """Base of the spaces with one independent decision per row."""
+    """Base of the spaces in which every row is an independent decision."""
 
     @override
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
@@ -298,20 +308,20 @@ class RowSpace(CellSpace):
 
     @override
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the operation with the largest logit on each row; β is only checked."""
+        """Return the architecture with the operation of the largest logit on every row; β has no influence."""
         self.check_alpha(alpha, beta)
         return self.architecture(self.masked(alpha).argmax(1).tolist())
 
 
 class Zero(nn.Module):
-    """Operation ``none``: zeros in the output shape of an operation with the same stride."""
+    """Operation ``none``: zeros in the shape of the output, at an operation's stride."""
 
     def __init__(self, stride: int) -> None:
         super().__init__()
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return zeros."""
+        """Return zeros (batch, channels, ⌈height / stride⌉, ⌈width / stride⌉)."""
         return torch.zeros_like(x[:, :, :: self.stride, :: self.stride])
 
 

@@ -3,7 +3,7 @@
 A layer whose size is a choice is built for the largest option and runs with the current one, see `elastic`.
 So all networks of a space share one set of weights. In the network of one architecture sizes are numbers.
 
-Choices in a module of yours register with the `Building` under which the module's constructor runs. In the
+Choices in a module of yours register with the `Building`, the context in which its constructor runs. In the
 `Building` of one architecture a choice has a single option, so that nothing else is built.
 """
 
@@ -23,7 +23,7 @@ Number = int | float
 
 
 class OpenSize:
-    """A layer size that depends on choices, e.g. ``width * 4``.
+    """Size of a layer that is computed from choices, e.g. ``width * 4``.
 
     Example:
         >>> width = ValueChoice([16, 32], label="width")
@@ -40,12 +40,12 @@ class OpenSize:
 
     @property
     def now(self) -> Any:
-        """The size that the current choices give."""
+        """Current size."""
         return self._compute(*map(now, self._inputs))
 
     @property
     def most(self) -> Any:
-        """The size if every choice has its last option."""
+        """Size if every choice has its last option."""
         return self._compute(*map(most, self._inputs))
 
     def __mul__(self, factor: Size) -> OpenSize:
@@ -58,10 +58,10 @@ class OpenSize:
 
 
 class ValueChoice(OpenSize):
-    """A size with options: a width, a kernel size, a depth.
+    """Choice of a size, such as a width, a kernel size or a depth.
 
     Args:
-        options: different numbers above 0, in rising order.
+        options: numbers above 0, in rising order.
         label: name of the decision; choices with the same label are one decision.
         names: names of the options; the numbers if None.
 
@@ -79,10 +79,12 @@ class ValueChoice(OpenSize):
         self.options, self.label = tuple(options), label
         if not self.options or list(self.options) != sorted(set(self.options)):
             raise ConfigurationError(
-                f"the options of {label} must be different numbers that rise, got {self.options}"
+                f"the options of {label} must be different numbers in rising order, got {self.options}"
             )
         if self.options[0] <= 0:
-            raise ConfigurationError(f"{label} must be above 0, got {self.options[0]:g}")
+            raise ConfigurationError(
+                f"the options of {label} must be above 0, got {self.options[0]:g}"
+            )
         self.names = tuple(names or (f"{option:g}" for option in self.options))
         self._index = [len(self.options) - 1]  # shared by the choices of a label
         if (building := _BUILDING.get()) is not None:
@@ -113,17 +115,17 @@ class ValueChoice(OpenSize):
 
 
 class Building:
-    """Context in which a module with choices is constructed; collects the choices.
+    """Context in which the constructor of a module with choices runs; collects the choices.
 
     Args:
         chosen: index of the chosen option by label, for the network of one architecture; None if all
             options are built.
-        make_edge: function from a label and candidates by name to a layer that a rule of relaxation
-            weighs; None if one candidate runs at a time.
+        make_edge: makes the layer of a `LayerChoice`, from its label and candidates, for a search by a rule
+            of relaxation; None if one candidate runs at a time.
 
     Attributes:
         choices: first choice of every label, in the order of construction.
-        needs: for every label, the enclosing repeated blocks: label of the depth, and index of the block.
+        needs: the repeated blocks that contain the choice, by label: label of the depth, index of the block.
     """
 
     def __init__(
@@ -144,13 +146,13 @@ class Building:
         label = choice.label
         if self.make_edge is not None:
             raise ConfigurationError(
-                f"{label}: a Supernet chooses among layers and inputs, not sizes: train a OneShot over "
-                "a ModuleSpace of this network"
+                f"{label}: a Supernet chooses among layers and inputs, and this is a choice of a size: train a OneShot "
+                "over a ModuleSpace of this module"
             )
         if self._all.setdefault(label, choice.options) != choice.options:
             raise ConfigurationError(
-                f"choices of one label have the same options: those of {label} are {choice.options} and "
-                f"{self._all[label]}. Give one of them another label"
+                f"choices with the same label must have the same options, and {label} has {choice.options} and "
+                f"{self._all[label]}: give one of the choices another label"
             )
         if self.chosen is not None:
             number = self.chosen[label]
@@ -179,7 +181,7 @@ def building() -> Building | None:
 
 @contextmanager
 def inside(depth: Size, number: int) -> Iterator[None]:
-    """Context in which a repeated block is constructed: choices in it matter only if the block runs."""
+    """Context in which a repeated block is constructed: choices in it have no effect if the block does not run."""
     current = _BUILDING.get()
     if current is None or not isinstance(depth, ValueChoice):
         yield
@@ -193,7 +195,7 @@ Size = Number | OpenSize
 
 
 def pick(options: Sequence[Number], label: str) -> Any:
-    """Make a choice of a size in a module's constructor; in the network of one architecture, return the chosen number."""
+    """Return a new choice of a size; in the network of one architecture the chosen number."""
     current, choice = _BUILDING.get(), ValueChoice(options, label)
     return choice if current is None or current.chosen is None else choice.now
 
@@ -214,5 +216,5 @@ def most(size: Size) -> Any:
 
 
 def size_of(compute: Callable[..., Number], *inputs: Size) -> Any:
-    """Return a function of sizes: a number, or an `OpenSize` if one of the sizes depends on a choice."""
+    """Return a size computed from others: a number, or an `OpenSize` if one of them depends on a choice."""
     return OpenSize(compute, *inputs) if is_open(*inputs) else compute(*inputs)

@@ -1,13 +1,13 @@
-"""The space of DARTS: a normal and a reduction cell of four nodes, two inputs to each node.
+"""Space of DARTS: a normal and a reduction cell of four nodes, each with two inputs.
 
 The inputs of a cell (nodes 0 and 1) are the outputs of the two cells before; the output is the concatenation
-of nodes 2 to 5. During a search every node has an edge from each earlier node (14 edges per cell), and
-an edge may be ``none``. A found cell has two edges per node with one of seven operations each: 10¹⁸ pairs of
-cells. The network is a stem, a sequence of cells, and a classifier. `parse` also reads the published form
+of nodes 2 to 5. In a search every node has an edge from each earlier node (14 edges per cell), and an edge may
+be ``none``. In the result every node has two edges with one of seven operations each: 10¹⁸ pairs of cells. The
+network is a stem, a sequence of cells, and a classifier. `parse` also reads the published form
 ``Genotype(normal=[('sep_conv_3x3', 1), …], normal_concat=…)``.
 Source: Liu et al. 2019, ICLR, sections 2.1 to 2.4 and 3.1, and the released code for CIFAR-10: stem of 3C
 channels, reductions at 1/3 and 2/3 of the cells, which double the channels.
-Differs: no drop path and no auxiliary head. Images of odd side work.
+Differs: no drop path and no auxiliary head. Images of odd size work.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Inputs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 @final
 @dataclass(frozen=True)
 class DARTS(CellSpace):
-    """The cell space of DARTS.
+    """Cell space of DARTS: a normal and a reduction cell.
 
-    Each node has three decisions: the pair of input nodes, and an operation on each of the two edges.
+    Every node has three decisions: the pair of its inputs, and an operation on each of the two edges.
 
     Example:
         >>> import torch
@@ -82,7 +82,7 @@ class DARTS(CellSpace):
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """For each node of each cell: pair of inputs, first operation, second operation."""
+        """Pair of inputs, first operation and second operation of every node of both cells."""
         decisions = []
         for cell, node in product(CELLS, NODES):
             pairs = tuple(f"{low} and {high}" for low, high in _pairs(node))
@@ -94,7 +94,7 @@ class DARTS(CellSpace):
         return tuple(decisions)
 
     def inputs(self, architecture: Architecture) -> dict[str, Inputs]:
-        """Return for each cell and node the two edges as ((operation, source), (operation, source))."""
+        """Return the two edges of every node, as ((operation, source), (operation, source)), by cell."""
         choices, cells = iter(architecture.choices), {}
         for cell in CELLS:
             nodes = []
@@ -106,7 +106,7 @@ class DARTS(CellSpace):
         return cells
 
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the index of each edge's operation, for all 28 edges; the 12 unused edges have `none`."""
+        """Return the index of the operation of all 28 edges; `none` for the 12 that the cells do not use."""
         chosen = dict.fromkeys(self.rows, self.none)
         for cell, nodes in self.inputs(architecture).items():
             for node, pair in zip(NODES, nodes, strict=True):
@@ -123,7 +123,7 @@ class DARTS(CellSpace):
         return tuple((node, NODES[-1] + 1) for node in NODES)
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the string ``normal:|op~source|op~source|+…;reduction:…``, with a pair per node."""
+        """Return the string ``normal:|op~source|op~source|+…;reduction:…``, with two edges per node."""
         cells = self.inputs(self.architecture(choices))
         return ";".join(
             f"{cell}:"
@@ -153,13 +153,13 @@ class DARTS(CellSpace):
             reader.expect("~")
             taken = [source for _, source in pair]
             free = [source for source in range(node) if source not in taken]
-            what = "earlier node, not the other input of this one"
+            what = "earlier node, another than that of the first edge"
             pair.append((name, free[reader.option([str(source) for source in free], what)]))
             reader.expect("|")
         return pair[0], pair[1]
 
     def of_inputs(self, cells: dict[str, Inputs]) -> Architecture:
-        """Return the architecture with given edges, in the form of `inputs`; order in a pair is ignored."""
+        """Return the architecture with given edges, the inverse of `inputs`; a pair may be in any order."""
         choices = []
         for cell in CELLS:
             for node, pair in zip(NODES, cells[cell], strict=True):
@@ -180,7 +180,7 @@ class DARTS(CellSpace):
     ) -> CellNetwork:
         """Return a network of ``cells`` cells in all; published searches use 8 cells of 16 channels.
 
-        With ``affine=False`` pools are followed by batch norm, as in the published search network.
+        With ``affine=False`` a batch norm follows every pool, as in the published search network.
         """
         stem = STEM_MULTIPLIER * channels
         convolution = nn.Conv2d(in_channels, stem, 3, padding=1, bias=False)
@@ -196,10 +196,10 @@ class DARTS(CellSpace):
         )
 
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the architecture that keeps, per node, the two edges with the strongest operations.
+        """Return the architecture with the two edges of every node whose best operation has the largest weight.
 
-        The strength of an operation is its softmax(α), times the softmax of β over the edges of the node if
-        β is given. `none` enters the softmax but is never chosen. Of equal strengths the first wins.
+        The weight of an operation is its softmax(α), times the softmax of β over the edges of the node if
+        β is given. `none` is part of the softmax but never chosen. Of equal weights the first is chosen.
         """
         self.check_alpha(alpha, beta)
         strengths = alpha.detach().double().softmax(1)
@@ -245,7 +245,7 @@ STEM_MULTIPLIER = 3
 
 
 def candidates(affine: bool) -> tuple[Candidate, ...]:
-    """Return the functions that make the operations, in order."""
+    """Return the constructors of the operations, in the order of `DARTS.operations`."""
 
     def pool(make: Callable[[int], nn.Module]) -> Candidate:
         def candidate(channels_in: int, channels_out: int, stride: int) -> nn.Module:
@@ -320,7 +320,7 @@ class DARTSCell(nn.Module):
 
 
 class DARTSCells(nn.ModuleList):
-    """Cells of DARTS, each on the outputs of the two before it; reductions at 1/3 and 2/3 of the cells.
+    """Sequence of cells, each on the outputs of the two before; reductions at 1/3 and 2/3 of the cells.
 
     Attributes:
         channels_out: channels of the output.

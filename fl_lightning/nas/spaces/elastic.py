@@ -2,17 +2,17 @@
 
     y = W[:channels out, :channels in] x + b[:channels out]
 
-The number of input channels is that of the input; the number of output channels is the current value of a
-choice. Sub-networks use slices of the same parameter, where gradients add up. At full size a layer equals
+The number of input channels is that of the input; the number of output channels is the current option of a
+choice. Sub-networks use slices of the same parameter, whose gradients add up. At full size a layer equals
 PyTorch's, bit for bit.
 
-A depthwise convolution runs with smaller kernels too:
+A depthwise convolution can also run with a smaller kernel:
 
     W₅ = M₅ · centre₅(W₇),   W₃ = M₃ · centre₃(W₅),   M₅: 25×25, M₃: 9×9, both identity at start
 
 The matrices are learned, one pair per layer for all channels: 706 numbers.
 
-In attention a sub-network uses the first heads. All heads have the same size.
+In attention a sub-network uses the first heads; all heads have the same number of features.
 Sources: Cai et al. 2020, ICLR (Once-for-All), section 3 and in 3.2 "elastic depth" and "elastic kernel size";
 Yu & Huang 2019 (slimmable networks); Chen et al. 2021, ICCV (AutoFormer), section 3.3, for heads.
 """
@@ -47,7 +47,7 @@ def fitting(elastic: type[nn.Module], *sizes: Any, **options: Any) -> Any:
 
 
 class ElasticConv2d(nn.Conv2d):
-    """Convolution (one group) whose numbers of channels may be choices; uses as many as the input has.
+    """Convolution of one group whose numbers of channels may be choices.
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ class ElasticConv2d(nn.Conv2d):
 
 
 class ElasticLinear(nn.Linear):
-    """Linear layer whose numbers of features may be choices; uses as many as the input has."""
+    """Linear layer whose numbers of features may be choices."""
 
     def __init__(self, in_features: Size, out_features: Size, bias: bool = True) -> None:
         super().__init__(most(in_features), most(out_features), bias)
@@ -81,20 +81,20 @@ class ElasticLinear(nn.Linear):
 
 
 class ElasticLayerNorm(nn.LayerNorm):
-    """Layer norm whose number of features may be a choice; uses as many as the input has."""
+    """Layer norm whose number of features may be a choice."""
 
     def __init__(self, features: Size, eps: float = 1e-5) -> None:
         super().__init__(most(features), eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape."""
+        """Return the normalised input, of the same shape."""
         features = x.shape[-1]
         weight, bias = self.weight[:features], self.bias[:features]
         return functional.layer_norm(x, (features,), weight, bias, self.eps)
 
 
 class ElasticBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm whose number of channels may be a choice; uses as many as the input has.
+    """Batch norm whose number of channels may be a choice.
 
     Sub-networks share the running statistics, which fit none of them: recalibrate before you evaluate a
     sub-network (`fl_lightning.nas.sub_networks.evaluation`).
@@ -104,7 +104,7 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
         super().__init__(most(num_features), **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape."""
+        """Return the normalised input, of the same shape."""
         channels = x.shape[1]
         if channels == self.num_features:
             return super().forward(x)
@@ -157,8 +157,8 @@ class Repeat(nn.ModuleList):
     """Sequence of blocks whose length may be a choice.
 
     Args:
-        blocks: generator of blocks, at least as many as the largest depth; the rest is not made.
-        depth: number of blocks that run.
+        blocks: generator of at least as many blocks as the largest depth; further ones are not made.
+        depth: number of blocks that run, which may be a choice.
 
     Example:
         >>> depth = ValueChoice([1, 3], label="depth")
@@ -175,7 +175,7 @@ class Repeat(nn.ModuleList):
                 self.append(next(made))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the first `depth` blocks."""
+        """Return the output of the first `depth` blocks."""
         for block in islice(self, now(self._depth)):
             x = block(x)
         return x
@@ -208,7 +208,9 @@ class ElasticDepthwise(nn.Conv2d):
         options: Any = kernel.options if isinstance(kernel, ValueChoice) else (kernel,)
         self.kernels: tuple[int, ...] = options[::-1]
         if any(option % 2 == 0 for option in options):
-            raise ConfigurationError(f"kernels must be odd numbers, got {options}")
+            raise ConfigurationError(
+                f"kernels of ElasticDepthwise must be odd numbers, got {options}"
+            )
         largest, number = self.kernels[0], most(channels)
         super().__init__(number, number, largest, stride, largest // 2, groups=number, bias=False)
         self._kernel = kernel
@@ -237,9 +239,9 @@ class ElasticDepthwise(nn.Conv2d):
         return weight
 
     def held_by(self, part: nn.Conv2d) -> dict[str, Tensor]:
-        """Return masks of the entries that a plain layer of smaller size uses, by parameter.
+        """Return the mask of the entries that a plain layer of smaller size uses, by parameter.
 
-        Of a matrix between two kernel sizes, only the rows inside the next smaller kernel are used.
+        Of the matrix of a kernel from which a smaller one is computed, only the rows inside that one are used.
         """
         size, channels = part.kernel_size[0], part.out_channels
         held = {
@@ -254,7 +256,7 @@ class ElasticDepthwise(nn.Conv2d):
         return held
 
     def copy_to(self, part: nn.Conv2d) -> None:
-        """Write the current kernels into a plain layer of smaller size."""
+        """Write the kernels of a plain layer's size into the layer, in place."""
         with torch.no_grad():
             part.weight.copy_(self.kernel(part.kernel_size[0], part.out_channels))
 

@@ -6,10 +6,10 @@
 Each convolution is followed by batch norm, the first two of a block also by an activation. Five stages of 2,
 3 or 4 blocks, kernels of 3, 5, 7, expansions of 3, 4, 6: 9² + 9³ + 9⁴ = 7,371 choices per stage, 2.18·10¹⁹
 networks. The default widths and strides are the published ones, for images of 224 pixels.
-With `resolutions` the side of the images is a size as well: the network resizes them before its stem.
+With `resolutions` the size of the images is a choice as well: the network resizes them before its stem.
 Source: Cai et al. 2020, ICLR (Once-for-All), section 3.1, and its released code (`OFAMobileNetV3`);
 Howard et al. 2019 (MobileNetV3); Yu et al. 2020, ECCV (BigNAS), section 3.1, for resolutions.
-Differs: in the papers images are cropped and resized once, when they are read; here they are read at one side
+Differs: in the papers images are cropped and resized once, when they are read; here they are read at one size
 and resized again.
 """
 
@@ -49,7 +49,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 @final
 @dataclass(frozen=True)
 class MobileNet(StagedSpace):
-    """MobileNetV3 space of Once-for-All.
+    """MobileNetV3 space of Once-for-All: kernel and expansion of every block, depth of every stage.
 
     Attributes:
         kernels: kernel sizes to choose from, odd.
@@ -60,7 +60,7 @@ class MobileNet(StagedSpace):
         strides: strides of the stem and of each stage.
         squeeze: whether blocks have squeeze-and-excitation: the first block, then each stage.
         swish: whether blocks have hard swish instead of ReLU: the first block, then each stage.
-        resolutions: sides of the images to choose from, in pixels; empty for images as they come.
+        resolutions: heights (= widths) of the images to choose from, in pixels; empty to leave images as they are.
 
     Example:
         >>> space = MobileNet()
@@ -197,7 +197,7 @@ class InvertedResidual(nn.Module):
         return [self.bn3] if self.adds else []
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the tensors that number the inner channels of the block and of the squeeze."""
+        """Return the layers with the inner channels of the block, and with those of the squeeze."""
         if not hasattr(self, "conv_pw"):
             return []
         out, into = (self.conv_pw, self.bn1, self.conv_dw, self.bn2), (self.conv_pwl,)
@@ -208,7 +208,7 @@ class InvertedResidual(nn.Module):
 
 
 class Resize(nn.Module):
-    """Images resized to squares of a side, which may be a choice: bilinear, with antialiasing."""
+    """Resizes images to squares, bilinearly with antialiasing; the side in pixels may be a choice."""
 
     def __init__(self, side: Size) -> None:
         super().__init__()
@@ -223,10 +223,7 @@ class Resize(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Squeeze-and-excitation of a number of channels, which may be a choice; equal to timm's.
-
-    y = x · hard sigmoid(W₂ relu(W₁ mean(x)))
-    """
+    """Squeeze-and-excitation, y = x · hard sigmoid(W₂ relu(W₁ mean(x))); the channels may be a choice."""
 
     def __init__(self, channels: Size) -> None:
         super().__init__()
@@ -243,7 +240,7 @@ class SqueezeExcite(nn.Module):
 
 
 def stem(channels_in: int, channels: int, stride: int) -> nn.Sequential:
-    """Return a 3×3 convolution, batch norm, hard swish."""
+    """Return the first layers: a 3×3 convolution, batch norm, hard swish."""
     return nn.Sequential(
         nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False),
         nn.BatchNorm2d(channels),
@@ -252,7 +249,7 @@ def stem(channels_in: int, channels: int, stride: int) -> nn.Sequential:
 
 
 def head(channels: int, wide: int, mixed: int, num_classes: int) -> nn.Sequential:
-    """Return two 1×1 convolutions, the second after the mean over pixels, and the classifier."""
+    """Return the last layers: two 1×1 convolutions, the second after the mean over pixels, and the classifier."""
     return nn.Sequential(
         nn.Conv2d(channels, wide, 1, bias=False),
         nn.BatchNorm2d(wide),

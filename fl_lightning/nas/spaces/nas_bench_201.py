@@ -3,12 +3,12 @@
     x_j = Σ_{i<j} o_ij(x_i),  o_ij one of none, skip, 1×1 and 3×3 convolution, 3×3 average pool
 
 The network: a 3×3 convolution, three stages of cells with C, 2C and 4C channels, residual blocks between
-them that halve the image size, a classifier over the mean.
+the stages that halve the image size, and a classifier on the mean over pixels.
 Source: Dong & Yang 2020, ICLR, sections 2.1 to 2.3, and the released code.
 Differs: on images of odd side the pool of the shortcut rounds up, as the convolution of the block does; the
 released code fails on them.
 
-Published results are read from a CSV file that you provide; the order of rows and columns is free:
+Published results are read from a CSV file that you provide, with these columns in any order:
 
     ArchitectureString              the cell, |op~0|+|op~0|op~1|+|op~0|op~1|op~2|
     CIFAR10TestAccuracy200Epochs    test accuracy on CIFAR-10 in percent, after 200 epochs, mean over seeds
@@ -51,7 +51,7 @@ EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
 @final
 @dataclass(frozen=True)
 class NASBench201(RowSpace):
-    """Cell space of NAS-Bench-201.
+    """Cell space of NAS-Bench-201: 15,625 cells of six edges, each with one of five operations.
 
     Example:
         >>> space = NASBench201()
@@ -97,10 +97,10 @@ class NASBench201(RowSpace):
         return ("|", "~0|+|", "~0|", "~1|+|", "~0|", "~1|", "~2|")
 
     def canonical(self, architecture: Architecture) -> str:
-        """Return the benchmark's string of the function of a cell; there are 6,466 different ones.
+        """Return the benchmark's string of the function that a cell computes; there are 6,466 different ones.
 
-        Cells with equal strings compute the same function of the same weights. The converse does not
-        always hold: sums are not flattened, and edges without effect are kept.
+        Cells with equal strings compute the same function of the same weights. Cells with different strings
+        may do so too, because sums are not flattened, and edges without effect are kept.
         """
         nodes = ["0"]
         for target in (1, 2, 3):
@@ -177,7 +177,7 @@ class NASBench201Cell(nn.Module):
 
 
 class ResidualReduction(nn.Module):
-    """Residual block that halves the image size and changes the channels."""
+    """Residual block that halves the image size and changes the number of channels."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -205,12 +205,12 @@ COLUMNS: dict[DataSet, str] = {
 
 @dataclass(frozen=True, eq=False)
 class NASBench201Table:
-    """Table of test accuracies of cells of NAS-Bench-201, in percent.
+    """Table of published test accuracies of cells of NAS-Bench-201, in percent.
 
     Attributes:
         path: path of the file, for messages.
-        rows: index of each cell in the columns.
-        accuracies: accuracies by data set, shape (num_cells,).
+        rows: row of every cell.
+        accuracies: accuracies by data set, shape (num_rows,).
     """
 
     path: Path
@@ -219,7 +219,7 @@ class NASBench201Table:
 
     @classmethod
     def read(cls, path: str | Path) -> NASBench201Table:
-        """Read a CSV file in the format of the module's docstring; it may contain a part of the cells.
+        """Read a CSV file with the columns above; it may have a part of the cells.
 
         Raises:
             ConfigurationError: if the file or a column is missing, or a row is malformed or repeated.
@@ -233,22 +233,24 @@ class NASBench201Table:
                 lines = {reader.line_num: row for row in reader}  # noqa: B035 - it counts on
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ConfigurationError(
-                f"the table of NAS-Bench-201, {path}, cannot be read: {error}"
+                f"table {path} of NAS-Bench-201 cannot be read: {error}. Give the path of a CSV file"
             ) from error
         names = list(dict.fromkeys(reader.fieldnames or []))
         table = pandas.DataFrame([*lines.values()], [*lines], names, dtype=str).fillna("")
         missing = [name for name in (CELL_COLUMN, *COLUMNS.values()) if name not in table]
         if missing or not len(table):
             what = f"lacks the columns {', '.join(missing)}" if missing else "has no cells"
-            raise ConfigurationError(f"{path} {what}; its first line has: {', '.join(table)}")
+            raise ConfigurationError(f"table {path} {what}; its first line has: {', '.join(table)}")
         rows: dict[Architecture, int] = {}
         for line, text in table[CELL_COLUMN].items():
             try:
                 cell = space.parse(text)
             except ConfigurationError as error:
-                raise ConfigurationError(f"{path}, line {line}: {error}") from None
+                raise ConfigurationError(f"table {path}, line {line}: {error}") from None
             if cell in rows:
-                raise ConfigurationError(f"{path}, line {line}: {cell} is there twice")
+                raise ConfigurationError(
+                    f"table {path}, line {line}: {cell} has a row already: delete one of them"
+                )
             rows[cell] = len(rows)
         accuracies: dict[DataSet, np.ndarray] = {}
         for name, column in COLUMNS.items():
@@ -256,7 +258,7 @@ class NASBench201Table:
             wrong = table[column][~values.between(0, 100)]
             if len(wrong):
                 raise ConfigurationError(
-                    f"{path}, line {wrong.index[0]}: {column} must be a number from 0 to 100, got "
+                    f"table {path}, line {wrong.index[0]}: {column} must be a number from 0 to 100, got "
                     f"{wrong.iloc[0]!r}"
                 )
             accuracies[name] = values.to_numpy(dtype=float)
@@ -275,12 +277,12 @@ class NASBench201Table:
         cell = space.parse(cell) if isinstance(cell, str) else cell
         if cell.space != space:
             raise ConfigurationError(
-                f"{self.path} knows cells of {NASBench201.name}, got one of {cell.space.name}: {cell}"
+                f"table {self.path} has cells of {NASBench201.name}, got one of {cell.space.name}: {cell}"
             )
         if cell not in self.rows:
             raise ConfigurationError(
-                f"{cell} is not among the {len(self):,} cells of {self.path}: give a table that "
-                "holds all cells of the space (--table)"
+                f"{cell} is not among the {len(self):,} cells of {self.path}: give a table with all cells of the "
+                "space (--table)"
             )
         row = self.rows[cell]
         return {name: float(column[row]) for name, column in self.accuracies.items()}

@@ -42,14 +42,14 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 @final
 @dataclass(frozen=True)
 class ResNet(StagedSpace):
-    """ResNet space of Once-for-All.
+    """ResNet space of Once-for-All: width and depth of every stage, expansion of every block.
 
     Attributes:
         stem: channels of the first convolution.
         channels: channels of each stage at width 1.
         strides: stride of each stage.
-        stem_strides: strides of the first convolution and of the pool after it. Stride 1 of the convolution
-            makes its kernel 3 instead of 7; stride 1 of the pool removes the pool.
+        stem_strides: strides of the first convolution and of the pool after it. With stride 1 the kernel of
+            the convolution is 3 instead of 7, and there is no pool.
         widths: widths to choose from per stage, as factors of the channels.
         depths: numbers of blocks to choose from, for each stage.
         expansions: expansions to choose from per block: inner channels divided by channels of the stage.
@@ -77,12 +77,13 @@ class ResNet(StagedSpace):
         finish_settings(self, width=self.widths, expansion=self.expansions)
         if len(self.stem_strides) != 2:
             raise ConfigurationError(
-                f"{self.name}: stem_strides are two numbers, got {self.stem_strides}"
+                f"{self.name}: stem_strides must be two numbers, of the convolution and of the pool, got "
+                f"{self.stem_strides}"
             )
         if not len(self.channels) == len(self.strides) == len(self.depths) >= 1:
             raise ConfigurationError(
-                f"{self.name}: channels, strides and depths are for the same stages, got "
-                f"{len(self.channels)}, {len(self.strides)} and {len(self.depths)} of them"
+                f"{self.name}: channels, strides and depths must have one entry per stage, got "
+                f"{len(self.channels)}, {len(self.strides)} and {len(self.depths)} entries"
             )
         for depths in self.depths:
             ValueChoice(depths, "depth")  # raises for options that do not rise
@@ -103,7 +104,7 @@ class ResNet(StagedSpace):
         }
 
     def _stage(self, number: int, before: Size) -> tuple[RepeatedBlocks, Size]:
-        """Return a stage and its channels, for the channels of the stage before."""
+        """Return a stage and its number of channels, given that of the stage before."""
         name = f"stage {number + 1}"
         width = size_of(partial(self._channels, number), pick(self.widths, f"{name} width"))
 
@@ -177,7 +178,7 @@ class Bottleneck(nn.Module):
         return [self.bn3]
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the tensors that number the inner channels before and after the 3×3 convolution."""
+        """Return the layers with the inner channels before, and after, the 3×3 convolution."""
         return [
             Channels((self.conv1, self.bn1), (self.conv2,)),
             Channels((self.conv2, self.bn2), (self.conv3,)),
@@ -185,7 +186,7 @@ class Bottleneck(nn.Module):
 
 
 def stem(channels_in: int, channels: int, strides: tuple[int, int]) -> nn.Sequential:
-    """Return a convolution, batch norm, ReLU, and a pool if its stride is above 1."""
+    """Return the first layers: a convolution, batch norm, ReLU, and a pool if its stride is above 1."""
     stride, pool = strides
     kernel = 3 if stride == 1 else 7
     return nn.Sequential(

@@ -1,8 +1,8 @@
 """Spaces whose decisions are sizes: widths, depths, kernels.
 
 A space of sizes is a network whose constructor makes choices (`ValueChoice`). Constructed with all options it is
-the supernet; with the options of one architecture it is a plain network. Choices of repeated blocks beyond the
-depth have no effect and are always 0, so that equal networks are equal architectures.
+the supernet; with the options of one architecture it is a plain network. Choices in blocks beyond the depth have
+no effect and are always 0, so that equal networks are equal architectures.
 
 Built-in spaces are in `stages`, modules of yours in `own`.
 """
@@ -36,14 +36,14 @@ class SizeSpace(SearchSpace):
 
     @cached_property
     def found(self) -> Building:
-        """All size choices of the network, each with the repeated blocks that contain it."""
+        """Choices of the network, and the repeated blocks that contain each."""
         with torch.device("meta"), Building() as found:
             self.network(num_classes=10, in_channels=3)
         return found
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """A decision for every label of a choice."""
+        """One decision per label of a choice."""
         return tuple(Decision(label, choice.names) for label, choice in self.found.choices.items())
 
     @cached_property
@@ -53,7 +53,7 @@ class SizeSpace(SearchSpace):
 
     @cached_property
     def most_options(self) -> dict[str, int]:
-        """Number of options by kind of size; the largest if decisions differ."""
+        """Largest number of options of a decision, by kind of size."""
         most: dict[str, int] = {}
         for kind, decision in zip(self.kinds, self.decisions, strict=True):
             most[kind] = max(len(decision.options), most.get(kind, 0))
@@ -80,7 +80,7 @@ class SizeSpace(SearchSpace):
         return self.architecture([len(decision.options) - 1 for decision in self.decisions])
 
     def architecture(self, choices: Sequence[int]) -> Architecture:
-        """Return the architecture with given choices; choices without effect become 0."""
+        """Return the architecture with given choices, of which those without effect become 0."""
         checked = Architecture(self, tuple(int(choice) for choice in choices))
         active = self.active(checked.choices)
         pairs = zip(checked.choices, active, strict=True)
@@ -92,7 +92,7 @@ class SizeSpace(SearchSpace):
         return self._count(())
 
     def _count(self, inside: tuple[tuple[str, int], ...]) -> int:
-        """Number of different choices in a repeated block; in the whole network if `inside` is empty."""
+        """Return the number of different choices in a block, or in the whole network if `inside` is empty."""
         found, counts = self.found, []
         depths = {depth for need in found.needs.values() for depth, _ in need}
         for label in (label for label, need in found.needs.items() if need == inside):
@@ -105,15 +105,11 @@ class SizeSpace(SearchSpace):
         return math.prod(counts)
 
     def enumerate(self) -> Iterator[Architecture]:
-        """Yield all different architectures.
-
-        Raises:
-            ConfigurationError: if there are more than a million.
-        """
+        """Yield all different architectures; raises ConfigurationError if there are more than a million."""
         return iter(dict.fromkeys(super().enumerate()))
 
     def chosen(self, architecture: Architecture) -> Building:
-        """Return the context in which the network of one architecture is constructed."""
+        """Return the `Building` of the network of one architecture."""
         self.check_own(architecture)
         return Building(dict(zip(self.found.choices, architecture.choices, strict=True)))
 
@@ -132,20 +128,20 @@ class SizeSpace(SearchSpace):
             return self.network(num_classes=num_classes, in_channels=in_channels)
 
     def extract(self, supernet: SizedNetwork, architecture: Architecture) -> nn.Module:
-        """Return a plain network with the weights of a sub-network, and so the same outputs."""
+        """Return a plain network with the weights, and so the outputs, of a sub-network."""
         part = self.build(architecture, **supernet.shape)
         return subnetwork.copy(supernet, part)
 
     def held(self, supernet: SizedNetwork, architecture: Architecture) -> dict[str, Tensor]:
-        """Return masks of the supernet's coordinates that a sub-network uses, bool by parameter name.
+        """Return the mask of the coordinates that a sub-network uses, bool by parameter name.
 
-        True exactly for the coordinates that can get a gradient from the sub-network.
+        These are exactly the coordinates that can get a gradient from the sub-network.
         """
         return subnetwork.held(supernet, lambda: self.build(architecture, **supernet.shape))
 
 
 class SizedNetwork(nn.Sequential):
-    """Network of a space of sizes: named parts that run one after the other.
+    """Network of a space of sizes: named modules that run one after the other.
 
     Args:
         space: space of the network.
@@ -164,7 +160,7 @@ class SizedNetwork(nn.Sequential):
         self.choices: list[ValueChoice] = []
 
     def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits (B, num_classes); a supernet runs a sub-network, the largest if None."""
+        """Return logits (B, num_classes); a supernet runs a sub-network, the largest one if None."""
         if self.choices:
             chosen = self.space.largest if architecture is None else architecture
             self.space.check_own(chosen)

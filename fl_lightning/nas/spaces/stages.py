@@ -1,10 +1,10 @@
-"""Built-in spaces of sizes: networks of stages, stages of blocks.
+"""Base of the built-in spaces of sizes, whose networks have stages of repeated blocks.
 
-A space lists the pieces of its network: constructors with sizes, which are choices in a supernet and numbers in
-the network of one architecture. The network and its cost are made from this list.
+A space lists the pieces of its network: a piece is a constructor with sizes as arguments, which are choices in a
+supernet and numbers in the network of one architecture. The network and its cost are computed from this list.
 
-In strings, stages are joined by ``|``, the sizes of a stage precede ``:``, blocks are joined by ``-``, and a
-size is a letter and a number: ``w0.5:k7e6-k3e4|w1:k5e3``. The number of blocks is the depth.
+In the string of an architecture stages are joined by ``|``, and blocks by ``-``. A size is a letter and a number;
+the sizes of a whole stage precede ``:``. In ``w0.5:k7e6-k3e4|w1:k5e3`` the first stage has width 0.5 and two blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RepeatedBlocks:
 
 
 def repeated(depth: Size, block: Callable[[int], Piece]) -> RepeatedBlocks:
-    """Return a stage; `block` returns the block of an index, and makes its choices."""
+    """Return a stage of blocks; `block` makes the choices of the block of an index, and returns its piece."""
     blocks = []
     for number in range(most(depth)):
         with inside(depth, number):
@@ -64,10 +64,10 @@ class StageLabels:
 
 
 class StagedSpace(SizeSpace):
-    """Base of the built-in spaces; subclasses define `letters` and `pieces`.
+    """Base of the built-in spaces of sizes; subclasses define `letters` and `pieces`.
 
-    Labels of choices are the stage, then the block if there is one, then the kind of size:
-    ``"stage 1 depth"``, ``"stage 1 block 2 kernel"``. The depth of a stage comes after its own sizes.
+    The label of a choice names the stage, the block if there is one, and the kind of size:
+    ``"stage 1 depth"``, ``"stage 1 block 2 kernel"``. The depth of a stage comes after its other sizes.
 
     Attributes:
         letters: letter before the number in strings, by kind of size; none for the depth.
@@ -77,7 +77,7 @@ class StagedSpace(SizeSpace):
 
     @abstractmethod
     def pieces(self, num_classes: int, in_channels: int) -> Pieces:
-        """Return the modules of the network; the active `Building` makes its choices."""
+        """Return the pieces of the network by name; choices register with the active `Building`."""
 
     @override
     def network(self, **shape: int) -> SizedNetwork:
@@ -115,7 +115,7 @@ class StagedSpace(SizeSpace):
         return tuple(stages)
 
     def texts(self, choices: Sequence[int]) -> dict[str, str]:
-        """Return the text of every size, a letter and a number such as ``k7``, by label."""
+        """Return every size as text by label: a letter and a number such as ``k7``."""
         options = zip(self.decisions, self.kinds, choices, strict=True)
         return {
             decision.name: self.letters.get(kind, "") + decision.options[choice]
@@ -165,14 +165,14 @@ class StagedSpace(SizeSpace):
 
 
 def blocks_of(piece: Any) -> tuple[Piece, ...]:
-    """Return the constructors of a piece that run one after the other."""
+    """Return the pieces of blocks that run one after the other; a single module is one block."""
     if isinstance(piece, list):
         return tuple(block for stage in piece for block in stage.blocks)
     return piece.blocks if isinstance(piece, RepeatedBlocks) else (piece,)
 
 
 def made(piece: Any) -> nn.Module:
-    """Construct the module of one piece of a network."""
+    """Construct the module of a piece, of repeated blocks, or of a list of stages."""
     if isinstance(piece, list):
         return nn.Sequential(*map(made, piece))
     if isinstance(piece, RepeatedBlocks):
@@ -186,10 +186,10 @@ def finish_settings(space: SearchSpace, **options: Sequence[Number]) -> None:
 
     Args:
         space: frozen dataclass whose fields are numbers and lists of numbers, e.g. from YAML.
-        options: options to choose from, by kind of size.
+        options: options of every kind of size.
 
     Raises:
-        ConfigurationError: for a number that is not above 0, or options that do not rise.
+        ConfigurationError: for a number that is not above 0 and finite, or options in another than rising order.
 
     Example:
         >>> from fl_lightning.nas.spaces.resnet import ResNet
@@ -198,14 +198,14 @@ def finish_settings(space: SearchSpace, **options: Sequence[Number]) -> None:
         >>> ResNet(stem=0)
         Traceback (most recent call last):
         ...
-        fl_lightning.core.errors.ConfigurationError: resnet: numbers in stem must be above 0, got 0
+        fl_lightning.core.errors.ConfigurationError: resnet: numbers in stem must be above 0 and finite, got 0
     """
     for field in fields(space):  # type: ignore[arg-type]
         value = _frozen(getattr(space, field.name))
         numbers = (one for one in tree_leaves(value) if not isinstance(one, bool))
         if any(not 0 < number < math.inf for number in numbers):
             raise ConfigurationError(
-                f"{space.name}: numbers in {field.name} must be above 0, got {value}"
+                f"{space.name}: numbers in {field.name} must be above 0 and finite, got {value}"
             )
         object.__setattr__(space, field.name, value)
     for kind, given in options.items():

@@ -1,14 +1,15 @@
-"""Sub-networks of a supernet: copying their weights, masks of their coordinates, sorting of channels.
+"""Sub-networks of a supernet: their weights, masks of their coordinates, sorting of channels.
 
-A plain network has the layer names of the supernet, and its tensors are the first rows and columns of the
-supernet's. In depthwise convolutions this does not hold: they define `copy_to` and `held_by`.
+The plain network of a sub-network has the layer names of the supernet, and its tensors are the first rows and
+columns of the supernet's. Depthwise convolutions are the exception: they define `copy_to` and `held_by`.
 
 `sort_channels` moves the most important channels to the front, so that a narrow sub-network keeps them:
 
     importance of channel j = Σ |W_next[:, j]|,   the L1 norm of its weights in the next layer
 
-A permutation of the inner channels of a block, in all tensors that number them, does not change the output
-of the largest network. Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
+A permutation of the inner channels of a block, in all tensors that have them as a dimension, does not change
+the output of the largest network.
+Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from fl_lightning.nas.spaces.elastic import ElasticDepthwise
 
 
 def copy(supernet: nn.Module, part: nn.Module) -> nn.Module:
-    """Copy weights and statistics of a supernet into a plain network of smaller size; returns the latter.
+    """Copy weights and statistics of a supernet into a plain network, in place; returns the plain network.
 
     Args:
         supernet: network with elastic layers.
-        part: plain network with the same layer names; gets the device, precision and mode of the supernet.
+        part: plain network of one architecture; gets the device, precision and mode of the supernet.
     """
     like = next(supernet.parameters())
     part.to(like.device, like.dtype).train(supernet.training)
@@ -45,11 +46,11 @@ def copy(supernet: nn.Module, part: nn.Module) -> nn.Module:
 
 
 def held(supernet: nn.Module, build: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    """Return a mask for every parameter of a supernet: the coordinates that a sub-network uses.
+    """Return the mask of the coordinates that a sub-network uses, bool by parameter name of the supernet.
 
     Args:
         supernet: network with elastic layers.
-        build: function that builds the plain network; runs on the meta device, without memory.
+        build: builds the plain network; it runs on the meta device, without memory.
     """
     with torch.device("meta"):
         part = build()
@@ -91,9 +92,9 @@ class Channels:
     """Inner channels of a block, which can be reordered without changing the block's output.
 
     Attributes:
-        out: layers that put the channels out, norms among them.
-        into: layers that read the channels; the weights of the last one rank them.
-        features: number of adjacent features that make one channel, e.g. those of an attention head.
+        out: layers with the channels as outputs, norms among them.
+        into: layers with the channels as inputs; the weights of the last one rank them.
+        features: number of adjacent features that are one channel, e.g. those of an attention head.
     """
 
     out: tuple[Any, ...]
@@ -101,7 +102,7 @@ class Channels:
     features: int = 1
 
     def places(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield (tensor, dimension) for all weights and buffers in which these channels are a dimension."""
+        """Yield all weights and buffers that have the channels as a dimension, with its number."""
         for layer in self.out:
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
                 if tensor.ndim:  # a batch norm counts its batches in a scalar
@@ -121,7 +122,7 @@ def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
 
     Args:
         importance: importance of each channel, shape (channels,).
-        widths: rising widths; no channel is moved across a width.
+        widths: numbers of channels, rising: the first so many channels remain the same ones.
 
     Example:
         >>> ranking(torch.tensor([1.0, 3.0, 2.0, 4.0])).tolist()
@@ -145,8 +146,8 @@ def sort_channels(network: nn.Module, trained: Iterable[nn.Module] = ()) -> None
 
     Args:
         network: supernet whose blocks define `hidden_channels`.
-        trained: plain networks whose outputs must not change either, e.g. because they already train; only
-            their sizes matter.
+        trained: plain networks of further architectures whose outputs must not change, e.g. because they
+            already train; only their sizes are read.
     """
     smaller = [dict(plain.named_modules()) for plain in trained]
     with torch.no_grad():

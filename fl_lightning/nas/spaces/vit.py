@@ -44,7 +44,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 @final
 @dataclass(frozen=True)
 class ViT(StagedSpace):
-    """Vision transformer space of AutoFormer.
+    """Vision transformer space of AutoFormer: features, depth, heads and MLP ratio of every block.
 
     Attributes:
         image_side: height and width of the images, in pixels.
@@ -119,7 +119,8 @@ class ViT(StagedSpace):
     def counted(self, architecture: Architecture, networks: Networks) -> Cost:
         if networks.side != self.image_side:
             raise ConfigurationError(
-                f"{self.name} is for images of {self.image_side} pixels, got {networks.side}: set image_side"
+                f"{self.name}: image_side of the space is {self.image_side} pixels, and images have {networks.side}: "
+                "set both to the same number"
             )
         return super().counted(architecture, networks)
 
@@ -175,7 +176,7 @@ class TransformerBlock(nn.Module):
         return [self.attn, self.mlp]
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the tensors that number the heads, and those that number the inner features of the MLP."""
+        """Return the layers with the heads, and those with the inner features of the MLP."""
         attn = self.attn
         heads = (attn.query, attn.key, attn.value), (attn.proj,), attn.head_features
         return [Channels(*heads), Channels((self.mlp.fc1,), (self.mlp.fc2,))]
@@ -211,7 +212,7 @@ class Tokens(nn.Module):
 
 
 class FirstToken(nn.Module):
-    """First of several tokens, which the classifier reads."""
+    """Selects the first token, which the classifier reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, features)."""
