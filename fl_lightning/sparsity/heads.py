@@ -2,16 +2,16 @@
 
     logits = x Wᵀ + b  for features x
 
-A fit needs only sums over examples. Clients send their sums, and the server adds them up, so that the head
-equals that of the pooled examples.
+A fit needs only sums over examples. Clients send their sums, and the server adds them, so that the head is that
+of the pooled examples.
 
 `LinearHead` is logistic regression over all classes, a linear probe:
 
     min over W, b of  - Σ_i log softmax(x_i Wᵀ + b)[y_i] + λ/2 ‖W‖²
 
-by L-BFGS on the gradient of all examples. In every step an owner of examples receives W and b, and
-sends the sums of its examples' losses and gradients: the result does not depend on how the examples
-are divided. Source: Liu and Nocedal 1989, Mathematical Programming 45, with the line search of
+by L-BFGS on the gradient of all examples. In every step an owner of examples (a client) receives W and b, and
+sends the sums of its examples' losses and gradients: the result does not depend on who owns which
+examples. Source: Liu and Nocedal 1989, Mathematical Programming 45, with the line search of
 `torch.optim.LBFGS` (strong Wolfe conditions).
 
 `RidgeHead` is ridge regression on one-hot labels, in closed form:
@@ -38,12 +38,11 @@ from typing_extensions import override
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.sparsity.sensitivity.protocol import Labels, Logits, batch_labels, module_logits
 
-# Examples of one owner: features (n, D) and labels (n,), integers below the number of classes.
+# examples of one owner: features (n, D) and labels (n,), integers below the number of classes
 Features = tuple[Tensor, Tensor]
-# Replaces a tensor by its sum over processes.
+# replaces a tensor by its sum over processes
 Reduce = Callable[[Tensor], None]
-
-# Adds the sums of all owners, each computed by a function, to a tensor.
+# adds the sums of all owners to a tensor; the function computes those of one owner
 Exchange = Callable[[Tensor, Callable[[Features], Tensor]], None]
 
 _ROWS = 8192  # examples converted to double precision at a time
@@ -54,10 +53,10 @@ class FittedHead:
     """A fitted linear classifier, with the cost of the fit.
 
     Attributes:
-        weight: (classes, D), float64.
-        bias: (classes,), float64; None for a head without bias.
+        weight: float64 of shape (classes, D).
+        bias: float64 of shape (classes,); None for a head without bias.
         rounds: number of times that owners sent sums.
-        values_up: number of values that an owner sends per round.
+        values_up: number of values that an owner sent each time.
     """
 
     weight: Tensor
@@ -75,12 +74,12 @@ class FittedHead:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFit(ABC):
-    """Base of fits of a linear classifier.
+    """Base of the fits of a linear classifier.
 
     Args:
-        regularisation: λ > 0; not applied to the bias.
-        labels: gets the labels (B,) from a batch.
-        logits: passes a batch through the module, including the head.
+        regularisation: λ, above 0; not applied to the bias.
+        labels: returns the labels (B,) of a batch.
+        logits: runs the module, including the head, on a batch.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -106,8 +105,8 @@ class HeadFit(ABC):
         """Return the classifier of all owners' examples.
 
         Args:
-            owners: examples of each client, or one entry for pooled examples; with several processes, the
-                clients of this process, which may be none.
+            owners: examples of each client, or one entry for pooled examples; with several processes those
+                of the clients of this process, which may have none.
             num_features: D.
             num_classes: number of classes of the head.
             has_bias: whether the head has a bias.
@@ -125,22 +124,22 @@ class HeadFit(ABC):
     def _fitted(
         self, exchange: Exchange, num_features: int, num_classes: int, has_bias: bool
     ) -> FittedHead:
-        """Fit the classifier by exchanges of sums."""
+        """Return the classifier, fitted by exchanges of sums."""
 
 
 class OneExchange(HeadFit):
-    """Base of fits that need one sum over owners, who may therefore be remote clients."""
+    """Base of the fits by a single sum over owners, which may therefore be remote clients."""
 
     @abstractmethod
     def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Sums that an owner sends, in float64; `fit` adds them over owners, and calls ``reduce`` once."""
+        """Return the sums that an owner sends, in float64; `fit` adds those of all owners."""
 
 
 def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits) -> Tensor:
-    """Inputs of a head for a batch, shape (B, D), without gradients.
+    """Return the inputs of a head for a batch, shape (B, D), without gradients.
 
     Raises:
-        ConfigurationError: if the head is not called exactly once, with one vector per example.
+        ConfigurationError: unless the head is called once, with one vector per example.
 
     Example:
         >>> network = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
@@ -156,8 +155,8 @@ def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits
         logits(module, batch)
     if len(inputs) != 1 or inputs[0].ndim != 2:
         raise ConfigurationError(
-            "a head is fitted on one vector of features per example; here it is called with tensors "
-            f"of shapes {[tuple(x.shape) for x in inputs]}: use head: train or head: freeze"
+            "a head can be fitted if it is called once, on one vector of features per example, and this one is "
+            f"called on tensors of shapes {[tuple(x.shape) for x in inputs]}: set head to train or freeze"
         )
     return inputs[0].detach()
 
@@ -166,15 +165,15 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
     """Raise ConfigurationError if labels are no classes of the head."""
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
         raise ConfigurationError(
-            f"labels are {int(labels.min())} to {int(labels.max())}, but the head has "
-            f"{num_classes} classes: set the model's num_classes"
+            f"labels are {int(labels.min())} to {int(labels.max())}, but the head has {num_classes} classes: set "
+            f"model.num_classes to {int(labels.max()) + 1} or more, and number the labels from 0"
         )
 
 
 def _double_rows(
     owner: Features, num_classes: int, *, has_ones: bool = True
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield an owner's examples in parts: features with a constant 1 appended if there is a bias, labels, one-hot labels."""
+    """Yield features (with a 1 appended for a bias), labels and one-hot labels of parts of an owner's examples."""
     features, labels = owner
     check_labels(labels, num_classes)
     for start in range(0, len(labels), _ROWS):
@@ -187,15 +186,15 @@ def _double_rows(
 @final
 @dataclass(frozen=True, kw_only=True)
 class LinearHead(HeadFit):
-    """Fit the head by logistic regression over all classes.
+    """Fits the head by logistic regression over all classes (a linear probe).
 
     Args:
-        regularisation: λ > 0, scikit-learn's ``1 / C`` in ``LogisticRegression``; not applied to the
+        regularisation: λ, above 0: scikit-learn's ``1 / C`` in ``LogisticRegression``; not applied to the
             bias.
-        max_iterations: steps of L-BFGS, ≥ 1, each with one or a few exchanges of sums.
-        tolerance: stop once no entry of the mean gradient is larger, > 0.
-        labels: gets the labels (B,) from a batch.
-        logits: passes a batch through the module.
+        max_iterations: largest number of steps of L-BFGS, each with one or a few exchanges of sums.
+        tolerance: largest entry of the mean gradient at which the fit stops, above 0.
+        labels: returns the labels (B,) of a batch.
+        logits: runs the module, including the head, on a batch.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -250,7 +249,7 @@ class LinearHead(HeadFit):
 
 
 def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
-    """Number of an owner's examples, the sum of their losses, and that of their gradients, as one vector."""
+    """Return the number of an owner's examples, and the sums of their losses and gradients, as one vector."""
     device = owner[0].device
     here, num_classes = weights.to(device), len(weights)
     sums = torch.zeros(weights.numel() + 2, dtype=torch.float64, device=device)
@@ -267,16 +266,16 @@ def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RidgeHead(OneExchange):
-    """Fit the head by ridge regression, with a single exchange of sums.
+    """Fits the head by ridge regression, with a single exchange of sums.
 
-    Its outputs approximate the one-hot labels, so as logits they are flat: the probabilities are far
-    from 0 and 1 although the ranking is right. ``temperature`` divides weight and bias.
+    The outputs approximate one-hot labels. As logits these are small, so that all probabilities are similar
+    although their order is right; a ``temperature`` below 1 sharpens them.
 
     Args:
-        regularisation: λ > 0, scikit-learn's ``Ridge(alpha=…)``; not applied to the bias.
-        temperature: > 0; below 1 the probabilities are sharper, 1 is the plain regression.
-        labels: gets the labels (B,) from a batch.
-        logits: passes a batch through the module.
+        regularisation: λ, above 0: scikit-learn's ``Ridge(alpha=…)``; not applied to the bias.
+        temperature: number above 0 by which weight and bias are divided; 1 is the plain regression.
+        labels: returns the labels (B,) of a batch.
+        logits: runs the module, including the head, on a batch.
 
     Raises:
         ConfigurationError: if an option is out of range.

@@ -107,7 +107,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     whole = json.loads(path.read_text())
     del whole["milliseconds"]["blocks"]["cell nor_conv_3x3 16→16 stride 1"]
     contents = {"damaged": json.dumps(whole), "version 7": json.dumps({**whole, "version": 7})}
-    contents |= {"no latency file": "{}", "no JSON": "no"}
+    contents |= {"no latency file": "{}", "not JSON": "no"}
     # a space of sizes was described otherwise: the file is old, not damaged
     before = {
         **whole,

@@ -132,9 +132,11 @@ def test_what_does_not_parse_says_where(text, message):
 
 
 def test_another_number_of_layers_or_channels_is_refused():
-    with pytest.raises(ConfigurationError, match=r"has 2 layers a stage.*got cells=5"):
+    with pytest.raises(ConfigurationError, match=r"cells must be 2 for mobilenet_layers, .*got 5"):
         TINY.network(Mixed, num_classes=5, cells=5)
-    with pytest.raises(ConfigurationError, match="widths of mobilenet_layers are multiples of 8"):
+    with pytest.raises(
+        ConfigurationError, match="channels must be a multiple of 8 for mobilenet_layers"
+    ):
         TINY.network(Mixed, num_classes=5, channels=4)
 
 

@@ -259,13 +259,19 @@ class TwoLabels(nn.Module):
     ("make", "says"),
     [
         (lambda: LayerSpace(Sized).rows, "train a OneShot over a ModuleSpace"),
-        (lambda: ModuleSpace(nn.Linear).decisions, "must take num_classes and in_channels"),
+        (
+            lambda: ModuleSpace(nn.Linear).decisions,
+            "must have the arguments num_classes and in_channels",
+        ),
         (lambda: ModuleSpace("nowhere.Net").decisions, "there is no class 'nowhere.Net'"),
         (
             lambda: ModuleSpace(TwoLabels).decisions,
             "choices with the same label must have the same options",
         ),
-        (lambda: LayerChoice({"one": nn.Identity}, label="l"), "l: give two layers or more"),
+        (
+            lambda: LayerChoice({"one": nn.Identity}, label="l"),
+            "LayerChoice l: give at least two layers",
+        ),
         (
             lambda: Supernet(LAYERS, PartialChannels(), num_classes=2, in_channels=1),
             "PartialChannels makes layers of fewer channels",

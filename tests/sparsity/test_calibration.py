@@ -136,7 +136,7 @@ def test_a_shuffling_loader_is_shuffled_by_the_seed_alone():
 
 def test_what_is_refused():
     module, batch = two_layers(), examples(4, 3)
-    with pytest.raises(ConfigurationError, match="an iterator only once"):
+    with pytest.raises(ConfigurationError, match="an iterator can be read only once"):
         calibrate(module, iter([batch]), density=0.1)
     assert calibrate(module, iter([batch]), density=0.25, rounds=1).num_active == 11
     with pytest.raises(ConfigurationError, match=r"no parameters 0\.wait"):

@@ -86,7 +86,7 @@ def test_features_are_the_heads_input():
             lambda: head_features(
                 nn.Sequential(nn.Linear(64, 2)), nn.Linear(2, 2), (X, Y), lambda m, b: m(b[0])
             ),
-            "called with tensors of shapes",
+            "called on tensors of shapes",
         ),
     ],
 )

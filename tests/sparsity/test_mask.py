@@ -133,7 +133,7 @@ def byte(value):
         ({"fields": {"shapes": [["a", [-2]]]}}, "shape of a must be a whole number"),
         ({"fields": {"code": "x"}}, "has the unknown field 'code'"),
         ({"drop": ("b",)}, "name different tensors, b"),
-        ({"fields": {"version": 2}}, "version 2: this release reads version 1"),
+        ({"fields": {"version": 2}}, "version 2, and this release reads version 1"),
     ],
 )
 def test_damaged_files_are_refused_with_what_is_wrong(changes, message, tmp_path):
@@ -258,8 +258,8 @@ def test_patterns():
     for options, message in [
         ({"include": ["*.qvk.*"]}, r"include: \*\.qvk\.\* matches no parameter that trains"),
         ({"exclude": ["norm"]}, "exclude: norm matches no parameter"),
-        ({"exclude": "norm.*"}, "is a list of patterns"),
-        ({"exclude": ["*"]}, "trainable parameters .* may be masked"),
+        ({"exclude": "norm.*"}, "must be a list of patterns"),
+        ({"exclude": ["*"]}, "no parameter of .* is left for a mask; its .* trainable parameters"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             maskable_names(vit, **options)

@@ -64,7 +64,7 @@ def test_every_round_keeps_exactly_its_number_of_what_was_left(seed, per_tensor,
 
 def test_more_than_is_left_cannot_be_kept():
     mask = Mask({"a": torch.tensor([True, False])})
-    with pytest.raises(ConfigurationError, match="k must be in 0 to 1"):
+    with pytest.raises(ConfigurationError, match="k must be from 0 to 1"):
         next_mask({"a": torch.zeros(2)}, mask, 2)
 
 

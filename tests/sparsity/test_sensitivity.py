@@ -205,7 +205,9 @@ class OldFunction(nn.Module):
 @pytest.mark.parametrize("network", [ByValue, OldFunction])
 def test_what_vmap_cannot_run_is_scored_one_by_one_and_said_once(network):
     module, batch = network(), examples(7, 3)
-    with pytest.warns(UserWarning, match="example by example, slowly, because") as caught:
+    with pytest.warns(
+        UserWarning, match="example by example, which is slow, because vmap"
+    ) as caught:
         scores = ExactFisher()(module, [batch, batch])
     assert len(caught) == 1
     expected = ExactFisher(Scoring(memory_limit=1))(module, [batch, batch])
@@ -252,7 +254,7 @@ def test_batches_of_any_form():
         (EmpiricalFisher(), [torch.ones(2, 3)], "needs labels"),
         (ExactFisher(), [(torch.ones(2, 3), "cat")], "this one holds a str"),
         (ExactFisher(), [(torch.ones(2, 3), torch.ones(3))], r"lengths are \[2, 3\]"),
-        (ExactFisher(), [torch.full((2, 3), torch.nan)], "not finite in 0.weight"),
+        (ExactFisher(), [torch.full((2, 3), torch.nan)], "scores of 0.weight are not finite"),
         (ExactFisher(Scoring(logits=lambda m, b: m(b[0]).sum(1))), [examples(2, 3)], "logits must"),
     ],
 )

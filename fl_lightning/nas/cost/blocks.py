@@ -5,7 +5,7 @@ Two blocks are of the same kind if they have the same layers and the same input 
     cells   "cell nor_conv_3x3 16→32 stride 2": cell, operation, channels and stride
     sizes   "stage 2 Bottleneck(24, 40, 2, 0.25, True)": stage, constructor and arguments of the block
 
-A space has few kinds of blocks, and a handful of its networks contain all of them.
+A space has few kinds of blocks, all of which occur in a handful of its networks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fl_lightning.nas.spaces.elastic import Repeat
 from fl_lightning.nas.spaces.space import Architecture, Networks
 from fl_lightning.nas.spaces.stages import RepeatedBlocks, StagedSpace
 
-# network, kinds of the blocks by module
+# a network, and the kind of each of its blocks by module
 Marked = tuple[nn.Module, Mapping[nn.Module, str]]
 
 
@@ -40,18 +40,19 @@ def blocks_of(networks: Networks) -> CellBlocks | SizeBlocks:
         return CellBlocks(space, networks.shape)
     if getattr(space, "resolutions", ()):
         raise ConfigurationError(
-            f"{space.name} has several resolutions, and a latency file is for one: leave resolutions empty"
+            f"latency: {space.name} has several resolutions, and a latency file is for one: leave resolutions empty"
         )
     if isinstance(space, StagedSpace):
         return SizeBlocks(space, networks)
     raise ConfigurationError(
-        f"{space.name} is made neither of cells nor of sizes: its blocks are not known"
+        f"latency: the blocks of {space.name}, a space of your own, are not known: use a built-in space, or bound "
+        "flops or params instead"
     )
 
 
 @final
 class CellBlocks:
-    """Blocks of a cell space for latency tables: operations on edges.
+    """Blocks of a space of cells for latency tables: the operations on edges.
 
     Args:
         space: space of cells.
@@ -96,7 +97,7 @@ class CellBlocks:
         ]
 
     def table(self, milliseconds: Mapping[str, float]) -> Tensor:
-        """Total time of each operation on each row in ms, shape (num_rows, num_operations)."""
+        """Return the total milliseconds of every operation on every row, shape (num_rows, num_operations)."""
         table = torch.zeros(self.space.num_rows, len(self.space.operations), dtype=torch.float64)
         for edge, count in self.edges.items():
             for operation in self._operations():
@@ -105,7 +106,7 @@ class CellBlocks:
 
     def networks(self) -> Iterator[Marked]:
         """Yield a few networks that together contain every kind of block."""
-        # one network per operation; over all of them every edge has every operation once
+        # one network per operation: over all of them every edge has every operation once
         for shift in range(len(self._operations())):
             kinds: dict[nn.Module, str] = {}
             yield self.space.network(partial(self._edge, kinds, shift), **self.shape), kinds
@@ -118,7 +119,7 @@ class CellBlocks:
         candidates: Sequence[Candidate],
         *sizes: int,
     ) -> nn.Module:
-        """Build an edge with one operation, chosen by row and shift, and record the kind of block."""
+        """Return an edge with the operation of a row in the network of a shift, and record its kind."""
         operations = self._operations()
         operation = operations[(row + shift) % len(operations)]
         edge = candidates[operation](*sizes)
@@ -128,7 +129,7 @@ class CellBlocks:
 
 @final
 class SizeBlocks:
-    """Blocks of a space of sizes: blocks of stages.
+    """Blocks of a space of sizes for latency tables: the repeated blocks of stages.
 
     Args:
         space: space of sizes.
@@ -162,10 +163,10 @@ class SizeBlocks:
             yield network, dict(zip(blocks, self.of(architecture), strict=True))
 
     def _covering(self) -> list[Architecture]:
-        """Deepest networks that together contain every kind of block.
+        """Return deep networks that together contain every kind of block.
 
-        All blocks of a network have the same sizes. The sizes of stages take turns, so that every pair of
-        sizes follows each other in every stage.
+        All blocks of a network have the same sizes. Sizes of whole stages differ between odd and even stages,
+        so that every pair of them meets at every stage.
         """
         space, stages = self.space, enumerate(self.space.stages)
         turn = {label: number % 2 for number, stage in stages for label in stage.own}

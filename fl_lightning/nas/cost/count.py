@@ -5,9 +5,9 @@
     activations  number of values in the outputs of layers, which training keeps per example
 
 A multiply-add counts once; batch norm, activation functions and pools do not count. This is the convention
-of NAS-Bench-201 and of most papers, which call it FLOPs.
-Source: `torch.utils.flop_counter`, which counts a multiply-add as two operations, and no biases. It does
-not see into the fused path of `nn.MultiheadAttention`, which is switched off while we count.
+of NAS-Bench-201 and of most papers, which call the number FLOPs.
+Source: `torch.utils.flop_counter`, which counts a multiply-add as two operations, and no biases. It cannot count
+the fused path of `nn.MultiheadAttention`, which is switched off meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one example.
+    """Cost of a module for one example.
 
     Attributes:
         flops: number of multiply-adds.
@@ -59,14 +59,14 @@ class Cost:
 
 
 def count(module: nn.Module, *inputs: Any) -> Cost:
-    """Count the cost of a module for given inputs; pass a batch of one for the cost per example.
+    """Return the cost of a module for given inputs; a batch of one gives the cost per example.
 
     The module runs once, in evaluation mode without gradients, and does not change.
 
     Args:
-        module: module to count.
-        inputs: inputs of the module's `forward`, on the device of the module; on ``meta`` nothing is
-            computed. For larger batches biases inside `nn.MultiheadAttention` may not be counted.
+        module: the module.
+        inputs: inputs of the module's `forward`, on its device; on ``meta`` nothing is computed. For
+            batches of several examples biases inside `nn.MultiheadAttention` may not be counted.
 
     Example:
         >>> count(nn.Linear(4, 3), torch.zeros(1, 4))
@@ -76,7 +76,6 @@ def count(module: nn.Module, *inputs: Any) -> Cost:
 
 
 def _counted(module: nn.Module, *inputs: Any) -> tuple[Cost, Any]:
-    """Return the cost and the outputs of a module."""
     counter = FlopCounterMode(display=False, custom_mapping=_COUNTS)
     exactly = (
         _ContiguousLinear(),
@@ -103,7 +102,7 @@ def _convolution(
 
 
 def _product_and_bias(bias: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-    """Twice the multiply-adds of a product (…, n, k) by (…, k, m) plus a bias."""
+    """Return twice the multiply-adds of a product (…, n, k) by (…, k, m), and the additions of a bias."""
     product = 2 * math.prod(left) * right[-1]
     added = 2 * math.prod(left[:-1]) * right[-1]
     return int(product + added)
@@ -119,7 +118,7 @@ _COUNTS = {
 
 
 class _ContiguousLinear(TorchFunctionMode):
-    """Mode in which linear layers get contiguous inputs; for others PyTorch adds the bias uncounted."""
+    """Mode in which linear layers get contiguous inputs; with others PyTorch adds the bias uncounted."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -141,13 +140,13 @@ def _unfused_attention() -> Iterator[None]:
 
 @contextmanager
 def _outputs() -> Iterator[list[int]]:
-    """Context that collects the output sizes of layers, i.e. of modules that call no other module.
+    """Context that collects the sizes of the outputs of layers, i.e. of modules that call no other module.
 
     An output that shares memory with an input (an identity, a view) is not counted. A module with
-    children that it does not call, such as attention, counts if it has parameters.
+    children that it does not call, such as attention, is a layer if it has parameters.
     """
     sizes: list[int] = []
-    called: list[bool] = []  # for every running module: whether it has called another one
+    called: list[bool] = []  # whether each of the running modules has called another one
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if called:
@@ -184,11 +183,11 @@ Piece = tuple[Callable[..., nn.Module], *tuple[Any, ...]]
 
 
 def chain_cost(pieces: Iterable[Piece], shape: Sequence[int]) -> Cost:
-    """Cost of modules that run one after the other; counts of equal modules are cached.
+    """Return the cost of modules that run one after the other; counts of equal modules are cached.
 
     Args:
         pieces: constructor of each module with hashable arguments.
-        shape: shape of one example that enters the first module.
+        shape: shape of one input example of the first module.
     """
     total, here = Cost(0, 0, 0), tuple(shape)
     for make, *arguments in pieces:
@@ -201,7 +200,7 @@ def chain_cost(pieces: Iterable[Piece], shape: Sequence[int]) -> Cost:
 def _piece_cost(
     make: Callable[..., nn.Module], arguments: tuple[Any, ...], shape: tuple[int, ...]
 ) -> tuple[Cost, tuple[int, ...]]:
-    """Return the cost of a module, and the output shape for one example."""
+    """Return the cost of a module, and the shape of its output for one example."""
     with torch.device("meta"):
         cost, output = _counted(make(*arguments), torch.empty(1, *shape))
     return cost, tuple(output.shape[1:])

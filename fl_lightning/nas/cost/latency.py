@@ -1,14 +1,14 @@
 """Latency of a network on a device: a sum over its blocks, calibrated on whole networks.
 
-    latency = a · (rest + Σ_blocks milliseconds of its kind) + b
+    latency = a · (rest + Σ_blocks milliseconds of the block's kind) + b
 
 Blocks are timed once for all networks of a space (`measure_latency`), a and b are fitted on a few whole
-networks, and the error is measured on other whole networks (held out).
+networks, and the error is measured on other, held-out networks.
 Source: Cai et al. 2019, ProxylessNAS, section 3.3, for a table of latencies and the expectation over it.
 Differs: blocks are timed inside whole networks; the sum of blocks timed alone was off by 79 %.
 
-The file is JSON. It names the space with its settings, the shape of the networks, the device and the error,
-because a latency means nothing without them.
+The file is JSON. It contains the space with its settings, the shape of the networks, the device and the error,
+without which a latency means nothing.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Where:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Error of the predicted latencies of held-out networks.
+    """Error of predicted latencies on held-out networks.
 
     Attributes:
         networks: number of held-out networks.
-        mape: mean of |predicted - measured| / measured.
+        mape: mean absolute percentage error as a fraction: mean of |predicted - measured| / measured.
         spearman: rank correlation of predicted and measured latencies.
     """
 
@@ -85,7 +85,7 @@ class LatencyTable:
         networks: the networks.
         where: device and software of the measurement.
         blocks: milliseconds of every kind of block.
-        rest: milliseconds of a network without blocks.
+        rest: milliseconds of the layers outside of blocks.
         scale: factor a of the calibration.
         shift: constant b of the calibration, in milliseconds.
         accuracy: error on held-out networks.
@@ -104,7 +104,7 @@ class LatencyTable:
         return blocks_of(self.networks)
 
     def uncalibrated(self, architecture: Architecture) -> float:
-        """Return the sum of the block times of a network and the rest, in milliseconds."""
+        """Return the milliseconds of a network before calibration: the sum of its blocks and the rest."""
         return self.rest + sum(self.blocks[kind] for kind in self._blocks.of(architecture))
 
     def milliseconds(self, architecture: Architecture) -> float:
@@ -115,26 +115,28 @@ class LatencyTable:
         """
         if architecture.space != self.networks.space:
             raise ConfigurationError(
-                f"latencies of {self.networks.space.name} say nothing of {architecture.space.name}"
+                f"the latency file is of {self.networks.space.name}, and {architecture} is of another space or of "
+                f"other settings ({architecture.space.name}): measure it with fl-lightning latency"
             )
         return self.scale * self.uncalibrated(architecture) + self.shift
 
     @property
     def rows(self) -> RowCosts:
-        """Latency of the networks of a space of cells in ms, as a sum over rows.
+        """Milliseconds of the networks of a space of cells, as a sum over rows.
 
         Raises:
             ConfigurationError: if the space is not made of cells.
         """
         if not isinstance(self._blocks, CellBlocks):
             raise ConfigurationError(
-                f"{self.networks.space.name} has no operations to weigh: use `milliseconds`"
+                f"the latency file is of {self.networks.space.name}, which has no operations on edges: give one of a "
+                "space of cells"
             )
         of_rows = self.scale * self._blocks.table(self.blocks)
         return RowCosts(self.scale * self.rest + self.shift, of_rows)
 
     def check(self, networks: Networks) -> None:
-        """Raise ConfigurationError if the table is of another space, image size or shape."""
+        """Raise ConfigurationError if the table is not of these networks."""
         measured, wanted = (
             {"space": description(one.space), "networks": {"side": one.side, **one.shape}}
             for one in (self.networks, networks)
@@ -149,11 +151,7 @@ class LatencyTable:
         return f"{self.where}: {self.accuracy}"
 
     def write(self, path: str | Path) -> None:
-        """Write the table as a JSON file.
-
-        Raises:
-            ConfigurationError: if the file cannot be written.
-        """
+        """Write the table as a JSON file; raises ConfigurationError if it cannot be written."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -168,7 +166,9 @@ class LatencyTable:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
-            raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from None
+            raise ConfigurationError(
+                f"latency file {path} cannot be written: {error.strerror}"
+            ) from None
 
     @classmethod
     def read(cls, path: str | Path) -> LatencyTable:
@@ -180,16 +180,16 @@ class LatencyTable:
         try:
             content = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+            reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
             raise ConfigurationError(f"latency file {path} cannot be read: {reason}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ConfigurationError(
-                f"{path} is no latency file: fl-lightning latency writes one (--out)"
+                f"{path} is no latency file: write one with fl-lightning latency --out"
             )
         if content.get("version") != VERSION:
             raise ConfigurationError(
-                f"latency file {path} has version {content.get('version')}, and version {VERSION} is read: measure "
-                f"again with fl-lightning latency --out {path} and the same space and image size"
+                f"latency file {path} has version {content.get('version')}, and this release reads version {VERSION}: "
+                f"measure again with fl-lightning latency --out {path} and the same space and image size"
             )
         try:
             table = cls._of(content)
@@ -201,7 +201,7 @@ class LatencyTable:
         return table
 
     def _check_numbers(self, path: str | Path) -> None:
-        """Raise ConfigurationError for times that are not finite or negative; NaN would meet any bound."""
+        """Raise ConfigurationError for numbers that are not finite, or below what is possible."""
         numbers = {**self.blocks, "rest": self.rest, "scale": self.scale, "shift": self.shift}
         for name, number in numbers.items():
             least = -math.inf if name in ("rest", "shift") else 0
@@ -231,7 +231,7 @@ class LatencyTable:
 
 
 def latency_of_search(measure: str, networks: Networks) -> LatencyTable | None:
-    """Return the latency table that a penalty uses, or None if it uses a counted cost.
+    """Return the latency table that a penalty uses; None if it uses a counted cost.
 
     Args:
         measure: name of a counted cost, or path of a latency file.
@@ -244,8 +244,8 @@ def latency_of_search(measure: str, networks: Networks) -> LatencyTable | None:
         return None
     if Path(measure).suffix != ".json":
         raise ConfigurationError(
-            f"measure must be {', '.join(MEASURES)}, or a .json file that fl-lightning latency wrote, "
-            f"got {measure!r}"
+            f"model.measure must be one of {', '.join(MEASURES)}, or a .json file of fl-lightning latency, got "
+            f"{measure!r}"
         )
     table = LatencyTable.read(measure)
     table.check(networks)

@@ -1,10 +1,10 @@
 """Measurement of a latency table on this device: blocks, then whole networks for calibration and error.
 
-A block that is timed alone finds its input in the cache. So blocks are timed inside forward passes of whole
+A block that is timed alone has its input in the cache. So blocks are timed inside forward passes of whole
 networks, by a time stamp before and after each block: CUDA events on a GPU, the clock on a CPU.
 
-Every network is visited several times, with several passes per visit. A time is the median over visits of
-the shortest pass of a visit, because other programs can only lengthen a pass.
+Every network is visited several times, with several forward passes per visit. A time is the median over visits
+of the shortest pass of a visit, because other programs can only lengthen a pass.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fl_lightning.nas.spaces.space import Architecture, Networks, SearchSpace
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """Numbers of passes and visits of a measurement.
+    """Numbers of forward passes of a measurement.
 
     Attributes:
         warmup: number of passes per network before the first timed one.
-        rounds: number of visits per network. In each round all networks are visited once, so that a slow
+        rounds: number of visits per network. In a round every network is visited once, so that a slow
             phase of the device affects all of them.
         passes: number of timed passes per visit, after one that is not timed.
     """
@@ -68,14 +68,14 @@ def timed(
     pace: TimingPlan,
     say: Callable[[str], None],
 ) -> tuple[dict[str, float], list[float]]:
-    """Return the milliseconds of each kind of block, and those of each network besides its blocks.
+    """Return the milliseconds of every kind of block, and those of every network outside of its blocks.
 
     Args:
-        networks: networks in evaluation mode, on the device of the image.
-        blocks: kind of every timed block of each network; kinds may repeat.
+        networks: networks in evaluation mode, on the device of the images.
+        blocks: kinds of the blocks to time, by module, for every network.
         image: a batch of images.
-        pace: numbers of passes and visits.
-        say: function that is called with the progress as text.
+        pace: numbers of forward passes.
+        say: is called with the progress as text.
     """
     kinds: dict[str, list[float]] = {}
     rest: list[list[float]] = [[] for _ in networks]
@@ -116,7 +116,7 @@ def _wait(device: torch.device) -> None:
 def _pass(
     network: nn.Module, blocks: Iterable[nn.Module], image: Tensor
 ) -> tuple[dict[nn.Module, float], float]:
-    """Return the milliseconds of every block and of the whole pass; each block runs once."""
+    """Return the milliseconds of every block, which runs once, and of the whole forward pass."""
     device, begun = image.device, {}
     stamps: list[tuple[nn.Module, Any, Any]] = []
 
@@ -157,14 +157,14 @@ def measure_latency(
         networks: networks of a built-in space.
         device: device to measure on; a CPU uses PyTorch's current number of threads.
         batch_size: number of images per batch.
-        calibration: number of whole networks for the fit of a and b, at least 2.
-        held_out: number of further networks for the error, at least 2.
-        pace: numbers of passes and visits; the defaults of `TimingPlan` if None.
+        calibration: number of random networks for the fit of a and b, at least 2.
+        held_out: number of further random networks for the error, at least 2.
+        pace: numbers of forward passes; the defaults of `TimingPlan` if None.
         seed: seed of the random networks.
-        say: function that is called with the progress as text.
+        say: is called with the progress as text.
 
     Raises:
-        ConfigurationError: if a number is below 2, the space has too few networks, or is your own.
+        ConfigurationError: if a number is below 2, or the space has too few networks or is your own.
     """
     for name, number in {"calibration": calibration, "held_out": held_out}.items():
         check_range(name, number, "at least 2 networks")
@@ -195,15 +195,11 @@ def measure_latency(
 
 
 def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list[Architecture]:
-    """Draw `count` different architectures at random.
-
-    Raises:
-        ConfigurationError: if the space has fewer.
-    """
+    """Draw `count` different architectures; raises ConfigurationError if the space has fewer."""
     if space.size < count:
         raise ConfigurationError(
-            f"{space.name} has {space.size} networks, fewer than the {count} to calibrate with and to "
-            "hold out"
+            f"latency: {space.name} has {space.size} networks, fewer than the {count} for calibration and error: "
+            "lower --calibration or --held_out, or use a larger space"
         )
     found: dict[tuple[int, ...], Architecture] = {}
     while len(found) < count:
@@ -213,10 +209,9 @@ def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list
 
 
 def fit_affine(sums: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
-    """Return a and b that minimise the sum of squares of ((a · sum + b) - measured) / measured.
+    """Return a and b with the smallest sum of squares of ((a · sum + b) - measured) / measured.
 
-    If the best a is not positive, the sums carry no information: then a is the ratio of the medians, and
-    b is 0.
+    If the best a is not above 0, the sums predict nothing: then a is the ratio of the medians, and b is 0.
 
     Example:
         >>> a, b = fit_affine([1.0, 2.0, 4.0], [2.5, 4.5, 8.5])

@@ -1,6 +1,6 @@
-"""Files that the command ``fl-lightning search`` writes.
+"""Files of the command ``fl-lightning search``.
 
-report.html           best architecture, Pareto front with constraints and names, configuration
+report.html           best architecture, Pareto front with constraints and architectures, configuration
 evaluated.csv         every scored architecture with its costs, in the order of the search
 front.png, front.svg  scores over one cost, with the Pareto front
 best.yaml             configuration that trains the best architecture (`Findings.export`)
@@ -30,7 +30,7 @@ _AXES = {"flops": "multiply-adds", "params": "parameters", "latency_ms": "latenc
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of a search, with the axes of the Pareto front that is shown.
+    """Result of a search, and the axes of its Pareto front.
 
     Attributes:
         result: result of the search.
@@ -44,11 +44,11 @@ class Findings:
 
     @property
     def best(self) -> Evaluated:
-        """Architecture with the highest score; of equal ones the cheapest."""
+        """Architecture with the highest score; the cheapest of equal ones."""
         return [self.result.best, *self.result.front(self.measure)][-1]
 
     def write_evaluated(self, path: Path) -> None:
-        """Write all scored architectures as a CSV file; makes the folder."""
+        """Write all scored architectures to a CSV file; a missing folder is made."""
         evaluated = self.result.evaluated
         measures = list(evaluated[0].costs)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class Findings:
     def front(self) -> Panel:
         """Return a panel of all scored networks, the Pareto front, and the bounds on its cost.
 
-        Networks with score -∞ are left out. Tooltips name the networks.
+        Networks with score -∞ are left out. Tooltips have the architectures.
         """
         measure = self.measure
         useful = [one for one in self.result.evaluated if one.score > -math.inf]
@@ -102,7 +102,7 @@ class Findings:
         )
 
     def front_rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return the header and the rows of a table of the Pareto front, cheapest first."""
+        """Return header and rows of a table of the Pareto front, cheapest first."""
         costs = self.result.evaluated[0].costs
         measures = [name for name in costs if name != "activations"]
         shows_score = self.score not in measures  # else it is one of the costs
@@ -113,12 +113,12 @@ class Findings:
         return [*[self.score] * shows_score, *measures], rows
 
     def export(self, path: Path, configuration: Mapping[str, Any], notes: Sequence[str]) -> str:
-        """Write the configuration that trains the best architecture; returns the text of the file.
+        """Write the configuration that trains the best architecture, and return the text of the file.
 
         Args:
             path: path of the YAML file.
             configuration: configuration that trains the architecture, see `retraining`.
-            notes: comments, beside score and costs.
+            notes: comments for the file, to which score and costs are added.
 
         Raises:
             ConfigurationError: if the file cannot be written.
@@ -148,7 +148,7 @@ def write_sweep(
     Args:
         path: path of the YAML file, whose folder is made if it is missing.
         space: space of the networks.
-        configure: function for the configuration that trains an architecture, see `retraining`.
+        configure: returns the configuration that trains an architecture, see `retraining`.
         seed: seed of the random architecture of the first trial.
     """
     architecture = space.sample(torch_generator(seed, "first trial"))

@@ -6,10 +6,10 @@ Scores are expensive and costs are cheap. A search scores at most `budget` diffe
 which meet the constraints; it may compute any number of costs.
 
 The excess of a constraint is the relative difference between a cost and the bound, or 0 if the bound is
-met. It has no unit, so excesses of several constraints can be added up.
+met. It has no unit, so that excesses of several constraints can be added.
 
-Architectures that meet the constraints are drawn uniformly by rejection. If rejection fails too often, a
-uniform draw is moved towards the constraints, one decision at a time; such draws are not uniform.
+Architectures that meet the constraints are drawn uniformly by rejection. If 30 draws in a row are rejected, the
+last is changed towards the constraints, one decision at a time; such draws are not uniform.
 """
 
 from __future__ import annotations
@@ -99,13 +99,12 @@ class Constraint:
             if measure == "latency_ms":
                 advice += "; latency_ms needs a file of fl-lightning latency (--latency)"
             raise ConfigurationError(
-                f"constraint {text!r}: expected a cost, <= or >=, and a number above 0, as in "
-                f"flops<=4e7. {advice}"
+                f"constraint {text!r} must be a cost, <= or >=, and a number above 0, as in flops<=4e7. {advice}"
             )
         return cls(measure, bound, sign == "<=")
 
     def excess(self, costs: Mapping[str, float]) -> float:
-        """Return the relative distance of a cost from the bound, or 0 if the constraint is met."""
+        """Return the relative distance of a cost from the bound; 0 if the constraint is met."""
         beyond = costs[self.measure] - self.bound
         return max(0.0, beyond if self.is_upper else -beyond) / self.bound
 
@@ -114,7 +113,7 @@ class Constraint:
 
 
 def shown(value: float) -> str:
-    """Return a cost as text, with commas for thousands.
+    """Return a cost as text, with commas between thousands.
 
     Example:
         >>> shown(15647370), shown(3.14159)
@@ -129,9 +128,9 @@ class Problem:
 
     Attributes:
         space: space of the architectures.
-        score: function for the score of an architecture; must be deterministic.
-        cost: function for the costs of an architecture.
-        constraints: bounds that a scored architecture meets, all of them.
+        score: returns the score of an architecture; must be deterministic.
+        cost: returns the costs of an architecture, by name.
+        constraints: constraints, all of which a scored architecture meets.
     """
 
     space: SearchSpace
@@ -141,11 +140,11 @@ class Problem:
 
     @cached_property
     def costs(self) -> Costs:
-        """Function for the costs of an architecture; computes them once."""
+        """Cached `cost`."""
         return cache(self.cost)
 
     def excess(self, architecture: Architecture) -> float:
-        """Return by how much an architecture exceeds its constraints, summed over them; 0 if all are met."""
+        """Return the excess of an architecture, summed over the constraints; 0 if all are met."""
         if not self.constraints:
             return 0.0
         costs = self.costs(architecture)
@@ -164,13 +163,13 @@ class Problem:
                 for name in dict.fromkeys(one.measure for one in self.constraints)
             )
             raise ConfigurationError(
-                f"constraint {' and '.join(map(str, self.constraints))}: no network of "
-                f"{self.space.name} was found that meets it; the closest has {costs}: {closest}"
+                f"constraint {' and '.join(map(str, self.constraints))}: no network of {self.space.name} that meets it "
+                f"was found; the closest has {costs}: {closest}. Relax the constraint"
             )
 
 
 class SearchResult:
-    """Scored architectures of a search, at most `budget`; grows while the search runs.
+    """Scored architectures of a search so far.
 
     Args:
         problem: problem of the search.
@@ -196,10 +195,10 @@ class SearchResult:
         return architecture.choices in self._done
 
     def of(self, architecture: Architecture) -> Evaluated:
-        """Return the score and costs of an architecture, and score it if it is new.
+        """Return the score and costs of an architecture, which is scored if it is new.
 
         Args:
-            architecture: meets the constraints; may be new only if `left` is above 0.
+            architecture: architecture that meets the constraints; known if `left` is 0.
 
         Raises:
             ValueError: if the score is NaN.
@@ -208,7 +207,9 @@ class SearchResult:
             assert self.left > 0, "the budget is spent"
             score = float(self.problem.score(architecture))
             if math.isnan(score):
-                raise ValueError(f"the score of {architecture} is not a number")
+                raise ValueError(
+                    f"the score of {architecture} is NaN: return -inf for an unusable architecture"
+                )
             costs = self.problem.costs(architecture)
             self._done[architecture.choices] = Evaluated(architecture, score, costs)
         return self._done[architecture.choices]
@@ -238,7 +239,7 @@ Excess = Callable[[Architecture], float]
 
 
 def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> Architecture:
-    """Find a local minimum of a loss over architectures: no change of a single decision lowers it.
+    """Return a local minimum of a loss over architectures: no change of a single decision lowers it.
 
     The minimum is global if the loss is a sum over decisions, as most costs are.
     """
@@ -250,7 +251,7 @@ def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> 
 
 
 def draw(space: SearchSpace, excess: Excess, generator: torch.Generator) -> Architecture | None:
-    """Return a random architecture that meets the constraints, or None if this attempt found none."""
+    """Return a random architecture without excess, or None if this attempt found none."""
     drawn = space.sample(generator)
     for _ in range(UNIFORM_DRAWS):
         if excess(drawn) == 0:
@@ -299,10 +300,10 @@ def crossed(first: Architecture, second: Architecture, generator: torch.Generato
 
 
 def awake(architecture: Architecture, generator: torch.Generator) -> list[int]:
-    """Return an architecture's choices; those without effect get random values.
+    """Return the choices of an architecture, of which those without effect are redrawn at random.
 
-    Choices of blocks beyond the depth of a stage have no effect. If they stayed 0, a mutation that
-    makes the stage deeper would always add the smallest block.
+    Choices in blocks beyond the depth of a stage have no effect and are 0. A mutation that makes the stage
+    deeper would otherwise always add the smallest block.
     """
     space, choices = architecture.space, list(architecture.choices)
     for index, active in enumerate(space.active(choices)):
@@ -317,7 +318,7 @@ def _descended(
     order: Sequence[int],
     enough: float = -math.inf,
 ) -> Architecture:
-    """Change one decision after another to the best option, until none lowers the loss or it is enough."""
+    """Change one decision after another to its best option, until none lowers the loss, or it is `enough`."""
     best, lowest = start, loss(start)
     space, moved = start.space, True
     while moved and lowest > enough:

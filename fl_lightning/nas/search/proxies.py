@@ -21,7 +21,7 @@
               and weights Gaussian, σ² a batch norm's mean variance Lin et al. 2021, ICCV
 
 θ are the weights of convolutions and linear layers. The number of parameters and FLOPs are proxies as well;
-a proxy that does not beat them is useless. All networks see the same batch: noise, or images of a folder.
+a proxy that does not beat them is useless. All networks are scored on the same batch: noise, or images of a folder.
 Source of the proxies as scores of architectures: Abdelfattah et al. 2021, ICLR, and its code.
 Differs: the logarithm of synflow, which keeps the order and fits a plot; `zen` leaves shortcuts in place.
 A network whose output does not depend on its input scores -∞ (synflow and sums of gradients: 0).
@@ -51,7 +51,7 @@ _K = 1e-5
 
 
 def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the logarithm of the synaptic flow of a network; of the images only the shape is used.
+    """Return the logarithm of a network's synaptic flow; only the shape of the images matters.
 
     Example:
         >>> network = nn.Linear(2, 1, bias=False)
@@ -69,10 +69,10 @@ def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return Σ |θ · ∂L/∂θ|: the first-order change of the loss if weights are removed one by one.
+    """Return Σ |θ · ∂L/∂θ|: how much the loss changes, in first order, if weights are removed one by one.
 
     Raises:
-        ConfigurationError: for a batch of one image, if a batch norm needs more.
+        ConfigurationError: for a batch of one image, if a batch norm needs several.
     """
     return _saliency(_weights_and_gradients(*_loss("snip", network, images, labels)))
 
@@ -92,7 +92,7 @@ def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def l2_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the sum of the weight norms of the layers; images and labels are ignored."""
+    """Return the sum of the layers' weight norms; images and labels are ignored."""
     return sum(float(weight.detach().double().norm()) for weight in _weights(network))
 
 
@@ -103,7 +103,7 @@ def plain(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return -Σ θ · H g: half the first-order change of ‖∂L/∂θ‖² if weights are removed one by one.
+    """Return -Σ θ · H g: half the change of ‖∂L/∂θ‖², in first order, if weights are removed one by one.
 
     Raises:
         ConfigurationError: as for `snip`, and if a layer has no second derivative.
@@ -117,15 +117,14 @@ def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         products = torch.autograd.grad(norm, weights, **options)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"score grasp needs second derivatives of the network, and PyTorch lacks one: {error}. Use "
-            "another score"
+            f"score grasp needs second derivatives of all layers, and PyTorch lacks one: {error}. Use another score"
         ) from None
     pairs = zip(weights, products, strict=True)
     return -sum(float((weight.detach() * own).double().sum()) for weight, own in pairs)
 
 
 def fisher(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the Fisher information of the layers' output channels; errors as for `snip`."""
+    """Return the summed Fisher information of the output channels of layers; errors as for `snip`."""
     outputs: list[Tensor] = []
     channels: list[int] = []  # dimension of the channels in each output; the last one of tokens
 
@@ -154,7 +153,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 def _loss(
     name: str, network: nn.Module, images: Tensor, labels: Tensor
 ) -> tuple[nn.Module, Tensor]:
-    """Return a copy of a network and its loss on a batch; batch norms use the batch."""
+    """Return a copy of a network in training mode, and its loss on a batch."""
     copied = copy.deepcopy(network).train()
     try:
         logits = copied(images)
@@ -169,7 +168,7 @@ def _weights(network: nn.Module) -> list[Tensor]:
 
 
 def _weights_and_gradients(network: nn.Module, loss: Tensor) -> Pairs:
-    """Return the weights of convolutions and linear layers that have a gradient, with the gradient."""
+    """Return the weights of convolutions and linear layers, with their gradients, without unused weights."""
     weights = _weights(network)
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     pairs = zip(weights, gradients, strict=True)
@@ -181,12 +180,9 @@ def _saliency(pairs: Pairs) -> float:
 
 
 def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """NASWOT score of a network: log-determinant of the similarity of activation patterns of examples.
+    """Return the NASWOT score: log-determinant of the similarity of the activation patterns of examples.
 
-    Args:
-        network: untrained network with activations as modules.
-        images: batch of at least two images.
-        labels: ignored.
+    Activations must be modules of the network; labels are ignored.
 
     Raises:
         ConfigurationError: for a batch of one.
@@ -212,12 +208,7 @@ def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Jacobian covariance score: higher if the input gradients of examples are less correlated.
-
-    Args:
-        network: untrained network.
-        images: batch of at least two images.
-        labels: ignored.
+    """Return the Jacobian covariance score, higher for less correlated input gradients; labels are ignored.
 
     Raises:
         ConfigurationError: for a batch of one.
@@ -231,7 +222,7 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def epe(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the score of EPE-NAS: higher if gradients of a class's examples are less correlated.
+    """Return the score of EPE-NAS, higher for less correlated input gradients of the examples of a class.
 
     Raises:
         ConfigurationError: for a batch of one.
@@ -250,7 +241,7 @@ def epe(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def _correlations(network: nn.Module, images: Tensor) -> Tensor | None:
-    """Correlations between input gradients of examples, (B, B) in float64; None if one has no gradient."""
+    """Return the correlations of the input gradients of examples, (B, B) in float64; None without a gradient."""
     inputs = images.detach().clone().requires_grad_()
     outputs = copy.deepcopy(network).train()(inputs).sum()
     if not outputs.requires_grad:
@@ -263,7 +254,7 @@ def _correlations(network: nn.Module, images: Tensor) -> Tensor | None:
 
 
 def zen(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the Zen-score: how far noise moves the features; of the images only the shape is used.
+    """Return the Zen-score: how far noise moves the features; only the shape of the images matters.
 
     Raises:
         ConfigurationError: for a batch of one.
@@ -292,7 +283,7 @@ def zen(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     distance = (features[0] - features[1]).flatten(1).norm(dim=1).mean()
     inputs_of = [seen[norm] for norm in norms if norm in seen]
     spreads = [own.transpose(0, 1).flatten(1).var(1, correction=0).mean() for own in inputs_of]
-    # a norm that does not run, or sees zeros alone, has no part in the features
+    # a norm that does not run, or whose inputs are all zero, does not scale the features
     logs = [0.5 * spread.log() for spread in spreads if spread > 0]
     return float(distance.log() + sum(logs))
 
@@ -315,8 +306,8 @@ PROXIES: dict[str, Proxy] = {
 def _check_batch(name: str, images: Tensor) -> None:
     if len(images) < 2:
         raise ConfigurationError(
-            f"score {name} needs a batch of at least 2 images, got {len(images)}: raise batch_size, or "
-            "add images"
+            f"score {name} needs a batch of at least 2 images, got {len(images)}: raise --batch_size, or add "
+            "images to the folder"
         )
 
 

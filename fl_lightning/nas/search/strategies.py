@@ -1,27 +1,27 @@
 """Search strategies: random search, evolution, a predictor, Optuna's samplers.
 
-Random search draws architectures and keeps the best: the baseline of all other searches.
+Random search scores random architectures, and is the baseline of all other strategies.
 Source: Li & Talwalkar 2019, "Random search and reproducibility for NAS".
 
-Regularized evolution: draw S members from a population of P, and copy the best with one choice changed.
-The copy enters the population, and the oldest member leaves it.
+Regularized evolution: draw S members of a population of P, and copy the best of them with one choice changed.
+The copy replaces the oldest member of the population.
 Source: Real et al. 2019, AAAI; on NAS-Bench-201 Dong & Yang 2020 (P = 10, S = 3).
 
 Evolution of Once-for-All: the best quarter of all scored architectures are parents. A new generation is the
 parents, mutated parents (each choice redrawn with probability 0.1), and crossovers of two parents.
 Source: Cai et al. 2020, ICLR, section 3.3, and its code (`EvolutionFinder`).
 
-Differs: children are drawn until one meets the constraints and is new, so that the budget counts different
-networks.
+Both evolutions differ: children are drawn until one meets the constraints and is new, so that the budget
+counts different networks.
 
-Predictor: a random forest, fitted to all scores so far, picks the best of some mutations of good
-architectures and some random ones.
+Predictor: a random forest, fitted to all scores so far, selects from mutations of good architectures and
+random architectures the one with the highest prediction.
 Source: White et al. 2021, AAAI (BANANAS), for candidates and predictor; the forest as in Wang et al. 2021,
-CVPR (AttentiveNAS). Differs: no uncertainty; random candidates keep the search from getting stuck.
+CVPR (AttentiveNAS). Differs: no uncertainty; random candidates prevent a local optimum.
 
-Optuna: TPE on the score, NSGA-II on the score and one cost. The sampler is told about a proposal that misses
-the constraints or was scored before; the proposal does not count towards the budget. After 20 such proposals
-in a row the sampler is given a random architecture that meets the constraints.
+Optuna: TPE on the score, NSGA-II on the score and one cost. Proposals that miss the constraints, or were scored
+before, are reported to the sampler and do not count towards the budget. After 20 of them in a row the sampler
+gets a random architecture that meets the constraints.
 Sources: Bergstra et al. 2011 (TPE); Deb et al. 2002 (NSGA-II); Akiba et al. 2019 (Optuna, an extra).
 """
 
@@ -63,9 +63,13 @@ MOST_IN_VAIN = 300
 
 
 class Strategy:
-    """Base of the search strategies; equal problem, budget and seed give the same result."""
+    """Base of the search strategies; the result is a function of problem, budget and seed.
 
-    stream: ClassVar[str] = "random search"  # name of the stream of random numbers
+    Attributes:
+        stream: name of the stream of random numbers.
+    """
+
+    stream: ClassVar[str] = "random search"
 
     def search(self, problem: Problem, budget: int, seed: int = 0) -> SearchResult:
         """Score up to ``budget`` different architectures that meet the constraints.
@@ -73,7 +77,7 @@ class Strategy:
         Fewer are scored if no more are found, in a small space or under tight constraints.
 
         Args:
-            problem: problem to solve.
+            problem: space, score, costs and constraints.
             budget: largest number of architectures to score, at least 1.
             seed: seed of all draws.
 
@@ -85,7 +89,7 @@ class Strategy:
         at_random = partial(draw, problem.space, problem.excess, generator)
         while done.left > 0:
             found = new(lambda: self.propose(done, generator) or at_random(), done)
-            found = found or new(at_random, done)  # all children were scored before
+            found = found or new(at_random, done)  # all proposals were scored before
             if found is None:
                 break
             done.of(found)
@@ -95,18 +99,18 @@ class Strategy:
         """Return the architecture to score next, or None for a random one (the default).
 
         Args:
-            done: architectures scored so far, and the problem.
+            done: problem, and architectures scored so far.
             generator: generator of the draws.
         """
         return None
 
 
 def new(propose: Callable[[], Architecture | None], done: SearchResult) -> Architecture | None:
-    """Return the first proposal that meets the constraints and is new, or None after many failures.
+    """Return the first proposal that meets the constraints and is new; None after 300 that do not.
 
     Args:
         propose: returns an architecture, or None if the attempt found none.
-        done: architectures scored so far.
+        done: problem, and architectures scored so far.
     """
     for _ in range(MOST_IN_VAIN):
         proposed = propose()
@@ -120,7 +124,7 @@ def new(propose: Callable[[], Architecture | None], done: SearchResult) -> Archi
 @final
 @dataclass(frozen=True)
 class RandomSearch(Strategy):
-    """Random search: different architectures, drawn uniformly; under tight constraints see `draw`.
+    """Random search: scores different architectures, drawn uniformly unless constraints are tight.
 
     Example:
         >>> from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
@@ -137,8 +141,8 @@ class RegularizedEvolution(Strategy):
     """Regularized evolution: mutates the best of a random sample of recent architectures.
 
     Attributes:
-        population: number P of members, at least 2.
-        tournament: number S of members that are drawn to find a parent, from 1 to P.
+        population: number P of the latest architectures that may be parents, at least 2.
+        tournament: number S of them that are drawn, of which the best is the parent, from 1 to P.
     """
 
     stream: ClassVar[str] = "regularized evolution"
@@ -164,7 +168,7 @@ class RegularizedEvolution(Strategy):
 @final
 @dataclass(frozen=True)
 class Evolution(Strategy):
-    """Evolutionary search of Once-for-All: mutates and crosses the best architectures.
+    """Evolution of Once-for-All: mutates and crosses the best architectures.
 
     Attributes:
         population: size of a generation, at least 4.
@@ -330,7 +334,7 @@ class OptunaSearch(Strategy):
         return samplers.NSGAIISampler(seed=seed, population_size=20)  # type: ignore[no-any-return]
 
     def _try(self, study: Study, done: SearchResult) -> None:
-        """Ask the sampler for an architecture; score it if it meets the constraints, and tell the result."""
+        """Score the architecture that the sampler proposes, if it meets the constraints, and report the score."""
         problem = done.problem
         trial = study.ask()
         proposed = problem.space.architecture(_choices_of(problem.space, trial))
@@ -348,7 +352,7 @@ def _names(space: SearchSpace) -> list[str]:
 
 
 def _choices_of(space: SearchSpace, trial: Trial) -> list[int]:
-    """Ask the sampler for every choice; sizes are integers with an order, operations are categories."""
+    """Return the choices that the sampler proposes: sizes as integers with an order, operations as categories."""
     choices = []
     for name, decision in zip(_names(space), space.decisions, strict=True):
         last = len(decision.options) - 1

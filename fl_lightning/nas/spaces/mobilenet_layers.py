@@ -1,10 +1,10 @@
-"""MobileNet space with one operation per layer, for searches that weigh or sample operations.
+"""MobileNet space with one operation per layer, for searches by a `Supernet`.
 
 Each layer has one of seven operations: an inverted residual of kernel 3, 5 or 7 and expansion 3 or 6, or a
 skip, which makes the network shallower. All stages have the largest depth.
 Sources: Cai et al. 2019, ICLR (ProxylessNAS), section 4.2; Wu et al. 2019, CVPR (FBNet), table 2.
-Differs: the first layer of a stage can be skipped as well. There the skip is a 1×1 convolution with batch
-norm, because image size and channels change. So every layer has the same operations.
+Differs: the first layer of a stage can be skipped as well, so that every layer has the same operations. There the
+skip is a 1×1 convolution with batch norm, because image size and channels change.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class MobileNetLayers(RowSpace):
     """MobileNet space with one operation per layer.
 
     Attributes:
-        sizes: space that sets widths, strides, activations and the largest depth; by default
-            `small_mobilenet`, for images of 32 pixels.
+        sizes: space whose widths, strides, activations and largest depth are used; `small_mobilenet`, for
+            images of 32 pixels, if None.
 
     Example:
         >>> space = MobileNetLayers()
@@ -54,12 +54,12 @@ class MobileNetLayers(RowSpace):
         object.__setattr__(self, "sizes", self.sizes or small_mobilenet())
         if self.shapes.resolutions:
             raise ConfigurationError(
-                f"{self.name}: layers are chosen, not sides of images: leave sizes.resolutions empty"
+                f"{self.name} chooses layers, not image sizes: leave sizes.resolutions empty"
             )
 
     @property
     def shapes(self) -> MobileNet:
-        """Space that sets the sizes, given or by default."""
+        """The space `sizes`, given or by default."""
         assert self.sizes is not None, "set at the start"
         return self.sizes
 
@@ -109,9 +109,9 @@ class MobileNetLayers(RowSpace):
             make_edge: function that makes a layer.
             num_classes: number of classes.
             in_channels: channels of the images.
-            channels: channels of the stem, a multiple of 8, by which all widths scale; those of `sizes` if
-                None.
-            cells: `depth` or None: the number of layers per stage is fixed.
+            channels: channels of the stem, a multiple of 8; all widths are scaled with them. Those of
+                `sizes` if None.
+            cells: `depth` or None, because the number of layers per stage is fixed.
             affine: whether batch norms of candidates scale and shift.
 
         Raises:
@@ -119,12 +119,12 @@ class MobileNetLayers(RowSpace):
         """
         if channels is not None and channels % 8:
             raise ConfigurationError(
-                f"channels: widths of {self.name} are multiples of 8, got {channels}"
+                f"channels must be a multiple of 8 for {self.name}, got {channels}"
             )
         if cells not in (None, self.depth):
             raise ConfigurationError(
-                f"{self.name} has {self.depth} layers a stage, each with a decision of its own; got "
-                f"cells={cells}. Set cells to {self.depth}, or sizes.depths for another number"
+                f"cells must be {self.depth} for {self.name}, the number of layers per stage, got {cells}: change it, "
+                "or sizes.depths of the space"
             )
         sizes = self.shapes if channels is None else _scaled(self.shapes, channels)
         shape = {"num_classes": num_classes, "in_channels": in_channels}

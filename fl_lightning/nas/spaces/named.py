@@ -1,4 +1,4 @@
-"""Search spaces from a name, a class path or a YAML file, and their description for a YAML file."""
+"""Search spaces by name, class path or YAML file, and their description in YAML."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def named_space(text: str) -> SearchSpace:
             ``model.init_args.space`` as in the configuration of a run.
 
     Raises:
-        ConfigurationError: if the text is none of these.
+        ConfigurationError: if the text is none of these, or the file describes no space.
 
     Example:
         >>> named_space("nas_bench_201")
@@ -71,7 +71,8 @@ def described_space(description: Any) -> SearchSpace:
     """
     if not isinstance(description, Mapping) or "class_path" not in description:
         raise ConfigurationError(
-            f"space: expected class_path and init_args, got {str(description)[:80]}"
+            "space: expected a mapping with class_path and init_args, e.g. class_path: "
+            f"fl_lightning.nas.NASBench201, got {str(description)[:80]}"
         )
     path = str(description["class_path"])
     module, _, name = path.rpartition(".")
@@ -80,7 +81,10 @@ def described_space(description: Any) -> SearchSpace:
     except (ImportError, AttributeError, ValueError):
         raise ConfigurationError(f"space: there is no class {path!r}") from None
     if not (isinstance(found, type) and issubclass(found, SearchSpace)):
-        raise ConfigurationError(f"space: {path} is no search space")
+        raise ConfigurationError(
+            f"space: {path} is no search space: give a class of fl_lightning.nas such as MobileNet, or ModuleSpace "
+            "for a module of yours"
+        )
     given = description.get("init_args") or {}
     if not isinstance(given, Mapping):
         raise ConfigurationError(
@@ -94,9 +98,7 @@ def described_space(description: Any) -> SearchSpace:
 
 
 def description(space: SearchSpace) -> dict[str, Any]:
-    """Describe a search space as a mapping with ``class_path`` and ``init_args``, as YAML can hold it.
-
-    Class paths are those that users write; empty ``init_args`` are left out.
+    """Return the description of a search space for YAML: ``class_path``, and ``init_args`` if there are any.
 
     Example:
         >>> description(NASBench201())

@@ -1,4 +1,4 @@
-"""Spaces of your own: a module of yours whose constructor makes choices.
+"""Spaces of your own, defined by a module whose constructor makes choices.
 
     class Net(nn.Module):
         def __init__(self, num_classes, in_channels):
@@ -7,9 +7,8 @@
             self.body = LayerChoice({"conv": …, "pool": …}, label="body")
             …
 
-The constructor runs anew for each purpose: with all options, for shared weights; with mixed layers, for a
-`Supernet`; or with the options of one architecture. So candidates are given as functions, and only needed
-layers are made.
+The constructor runs for the supernet with all options, for a `Supernet` with mixed layers, and for a single network
+with the options of its architecture. Candidates are functions, so that only needed layers are made.
 
     LayerSpace     choices of layers and inputs, weighed by a rule of relaxation     for `Supernet`
     ModuleSpace    all choices; one option runs at a time                            for `OneShot`
@@ -56,7 +55,9 @@ class LayerChoice(nn.Module):
     def __init__(self, candidates: Mapping[str, Callable[[], nn.Module]], label: str) -> None:
         super().__init__()
         if len(candidates) < 2:
-            raise ConfigurationError(f"{label}: give two layers or more to choose from")
+            raise ConfigurationError(
+                f"LayerChoice {label}: give at least two layers to choose from, got {len(candidates)}"
+            )
         current = building()
         self.edge: nn.Module | None = None
         if current is not None and current.make_edge is not None:
@@ -85,7 +86,7 @@ class _Input(nn.Module):
 
 @final
 class InputChoice(LayerChoice):
-    """Choice of one of several input tensors of the same shape; ``forward`` takes them as a list.
+    """Choice of one of several tensors of the same shape, which are given to ``forward`` as a list.
 
     Args:
         num_inputs: number of inputs, at least two.
@@ -98,7 +99,7 @@ class InputChoice(LayerChoice):
 
 
 def _made(module: str | type[nn.Module], shape: Mapping[str, Any]) -> nn.Module:
-    """Construct the module with the arguments that the constructor accepts."""
+    """Construct a module with those of the arguments that its constructor accepts."""
     kind: Any = module
     if isinstance(module, str):
         folder, _, name = module.rpartition(".")
@@ -109,7 +110,7 @@ def _made(module: str | type[nn.Module], shape: Mapping[str, Any]) -> nn.Module:
     taken = inspect.signature(kind).parameters
     if not {"num_classes", "in_channels"} <= taken.keys():
         raise ConfigurationError(
-            f"module: the constructor of {kind.__name__} must take num_classes and in_channels"
+            f"module: the constructor of {kind.__name__} must have the arguments num_classes and in_channels"
         )
     made: nn.Module = kind(**{name: value for name, value in shape.items() if name in taken})
     return made
@@ -125,7 +126,7 @@ class _OwnNetwork(CellNetwork):
 @final
 @dataclass(frozen=True)
 class LayerSpace(RowSpace):
-    """Space of the choices of layers and inputs in a module of yours, for a `Supernet`.
+    """Space of the `LayerChoice` and `InputChoice` in a module of yours, for a `Supernet`.
 
     Attributes:
         module: class of the module, or import path of the class. The constructor takes ``num_classes`` and
@@ -146,13 +147,18 @@ class LayerSpace(RowSpace):
 
         def note(label: str, candidates: Mapping[str, Any]) -> nn.Module:
             if found.setdefault(label, tuple(candidates)) != tuple(candidates):
-                raise ConfigurationError(f"{label}: layers of one label have the same candidates")
+                raise ConfigurationError(
+                    f"choices with the same label must have the same candidates, and {label} has "
+                    f"{', '.join(candidates)} and {', '.join(found[label])}: give one another label"
+                )
             return nn.Identity()
 
         with torch.device("meta"), Building(make_edge=note):
             _made(self.module, _SOME_SHAPE)
         if not found:
-            raise ConfigurationError("module: it has no LayerChoice and no InputChoice")
+            raise ConfigurationError(
+                "module: its constructor makes no LayerChoice and no InputChoice, so that there is nothing to search"
+            )
         return found
 
     @property
@@ -218,7 +224,7 @@ class _OwnSizedNetwork(SizedNetwork):
 @final
 @dataclass(frozen=True)
 class ModuleSpace(SizeSpace):
-    """Space of all choices in a module of yours, for a `OneShot` and for ``fl-lightning search``.
+    """Space of all choices in a module of yours, for a `OneShot` and ``fl-lightning search``.
 
     Attributes:
         module: class of the module, or import path of the class. The constructor takes ``num_classes`` and

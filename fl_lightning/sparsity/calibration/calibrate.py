@@ -1,10 +1,10 @@
 """Calibration of a mask from sensitivities, in rounds.
 
     round r of R:  score every maskable entry at  θ ⊙ (m + s (1 - m)),  s the soft mask
-                   m <- the N · density^(r/R) first entries, by the rule's order, of those in m
+                   m <- the first N · density^(r/R) of the entries in m, in the order of the rule
 
-There is one threshold over all maskable entries; dropped entries never come back. Exactly as many are
-kept as the density says; ties are kept by their flat index, in the order of the names.
+There is one threshold over all maskable entries; dropped entries never come back. Exactly N · density entries are
+kept in the end; of equal ones the first by flat index, in the order of the names.
 
 Source: Iurada et al. 2025, ICLR (TaLoS), Algorithm 1 and appendix A: R = 4, soft mask 0.01; its
 released code uses 0.1, and a threshold that keeps all ties.
@@ -29,12 +29,17 @@ from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
 
 
 class Calibration:
-    """A calibration round by round, for callers that collect the scores themselves.
+    """Calibration round by round, for callers that compute the scores themselves.
 
     Args:
         plan: options of the calibration.
         parameters: the maskable parameters by name; they do not change.
         seed: seed of random rules.
+
+    Attributes:
+        mask: the mask after the rounds so far.
+        round: number of completed rounds.
+        num_kept: number of entries that each round keeps.
 
     Example:
         >>> import torch
@@ -63,7 +68,7 @@ class Calibration:
 
     @property
     def is_done(self) -> bool:
-        """True after the last round: `mask` is then the result."""
+        """True after the last round, when `mask` is the result."""
         return self.round == len(self.num_kept)
 
     @property
@@ -72,14 +77,14 @@ class Calibration:
         return self._rule.needs_scores
 
     def soft_parameters(self) -> dict[str, Tensor]:
-        """Parameter values to score at in this round: dropped entries are multiplied by the soft mask."""
+        """Return the values at which to score in this round: dropped entries are multiplied by the soft mask."""
         return soften(self._parameters, self.mask, self._plan.soft_mask)
 
     def step(self, scores: Scores | None = None) -> None:
-        """Drop entries by this round's scores, summed over all clients.
+        """Drop entries by the scores of this round, summed over all clients.
 
         Raises:
-            ConfigurationError: if scores are needed and missing, of other tensors, nan or negative.
+            ConfigurationError: if needed scores are missing, or scores are of other tensors, NaN or negative.
         """
         if scores is not None:
             self._check(scores)
@@ -87,7 +92,9 @@ class Calibration:
                 scores = self._gathered + scores
             self._gathered = scores
         elif self.needs_scores:
-            raise ConfigurationError(f"{type(self._rule).__name__} needs scores, got none")
+            raise ConfigurationError(
+                f"rule {type(self._rule).__name__} needs scores, got none: give those of a sensitivity"
+            )
         mean = {} if scores is None else scores.mean()
         order = self._rule.order_by(self._parameters, mean, self._seed)
         self.mask = next_mask(
@@ -100,13 +107,13 @@ class Calibration:
         theirs = {name: tensor.shape for name, tensor in scores.sums.items()}
         if differing := sorted(n for n in ours | theirs if ours.get(n) != theirs.get(n)):
             raise ConfigurationError(
-                f"scores must be of the maskable tensors, these differ in {some(differing)}"
+                f"scores must have the names and shapes of the maskable tensors, and differ in {some(differing)}"
             )
         bad = [name for name, total in scores.sums.items() if not bool((total >= 0).all())]
         if bad or scores.num_examples < 1:
             raise ConfigurationError(
-                f"scores must be ≥ 0 and of at least one example, got {scores.num_examples} "
-                f"examples, and negative numbers or nan in {some(bad) or 'none'}"
+                f"scores must be at least 0 and of at least one example, got {scores.num_examples} examples, and "
+                f"negative numbers or NaN in {some(bad) or 'no tensor'}"
             )
 
 
@@ -123,7 +130,7 @@ def calibrate(
 
     Args:
         module: the model.
-        batches: a loader or a list of batches, read once per round; unused by rules without scores.
+        batches: loader or list of batches, which is read once per round; unused by rules without scores.
         sensitivity: estimator of the scores; None for `SampledFisher`, as in the paper.
         names: names of the parameters to mask; None for `maskable_names`.
         seed: seed of all random draws, including the order of a shuffling loader.
@@ -143,8 +150,8 @@ def calibrate(
     calibration = Calibration(CalibrationPlan(**plan), parameters, seed=seed)
     if len(calibration.num_kept) > 1 and isinstance(batches, Iterator):
         raise ConfigurationError(
-            f"batches are read once in each of {len(calibration.num_kept)} rounds, but an iterator only once: give a "
-            "loader or a list"
+            f"batches are read in each of {len(calibration.num_kept)} rounds, and an iterator can be read only once: "
+            "give a loader or a list"
         )
     score = sensitivity or SampledFisher()
     while not calibration.is_done:
@@ -164,9 +171,10 @@ def _named(module: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:
     chosen = maskable_names(module) if names is None else list(names)
     if unknown := [name for name in chosen if name not in own]:
         raise ConfigurationError(
-            f"{type(module).__name__} has no parameters {some(unknown)}; there are "
-            f"{some(list(own))}"
+            f"names: {type(module).__name__} has no parameters {some(unknown)}; it has {some(list(own))}"
         )
     if not chosen:
-        raise ConfigurationError("names is empty: there is nothing to mask")
+        raise ConfigurationError(
+            "names is empty: name the parameters to mask, or leave it out for the default"
+        )
     return {name: own[name] for name in chosen}

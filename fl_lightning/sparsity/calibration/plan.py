@@ -27,12 +27,13 @@ class CalibrationPlan:
 
     Args:
         density: fraction of the maskable entries that train, in (0, 1].
-        sparsity: 1 - density, an alternative to density.
-        rule: rule for the entries that train; None for the least sensitive.
-        rounds: R ≥ 1; 1 is one-shot. Rules without scores always use one round.
-        progressive: False scores R times without a mask, adds the scores up, and drops once.
+        sparsity: 1 - density, instead of density.
+        rule: rule that selects the entries that train; `LeastSensitive` if None.
+        rounds: number R of rounds, at least 1. Rules without scores always use one round.
+        progressive: whether every round drops entries. If False, all rounds score without a mask, and the
+            last one drops entries by the sum of the scores.
         soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 is off.
-        per_tensor: one threshold per tensor, all with the same density, instead of a global one.
+        per_tensor: whether every tensor has the same density, instead of one threshold over all.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -58,7 +59,7 @@ class CalibrationPlan:
         return self.rule or LeastSensitive()
 
     def num_kept(self, num_entries: int) -> list[int]:
-        """Number of entries kept after each round, ≥ 1."""
+        """Return the number of entries kept after each round, at least 1."""
         density = resolve_density(self.density, self.sparsity)
         rounds = self.rounds if self.chosen_rule.needs_scores else 1
         kept = [max(1, round(num_entries * d)) for d in density_schedule(density, rounds)]
@@ -66,7 +67,7 @@ class CalibrationPlan:
 
 
 def resolve_density(density: float | None, sparsity: float | None) -> float:
-    """Density in (0, 1], from a density or from a sparsity = 1 - density.
+    """Return the density in (0, 1], from a density or from a sparsity = 1 - density.
 
     Raises:
         ConfigurationError: if neither is given, one is out of range, or they contradict each other.
@@ -87,14 +88,13 @@ def resolve_density(density: float | None, sparsity: float | None) -> float:
         return 1 - sparsity
     if sparsity is not None and not math.isclose(density + sparsity, 1, abs_tol=1e-9):
         raise ConfigurationError(
-            f"sparsity {sparsity} and density {density} contradict each other: they add up to 1. "
-            "Give one."
+            f"sparsity {sparsity} and density {density} contradict each other, because their sum must be 1: give one"
         )
     return density
 
 
 def density_schedule(density: float, rounds: int) -> list[float]:
-    """Densities after rounds 1 to R; the last one is ``density`` itself.
+    """Return the densities after rounds 1 to R; the last one is ``density`` itself.
 
     Example:
         >>> [round(d, 6) for d in density_schedule(0.1, 4)]
@@ -104,7 +104,7 @@ def density_schedule(density: float, rounds: int) -> list[float]:
 
 
 def soften(parameters: Mapping[str, Tensor], mask: Mask, factor: float) -> dict[str, Tensor]:
-    """Multiply the entries outside the mask by a factor; returns new tensors by name.
+    """Return new tensors by name, in which the entries outside the mask are multiplied by a factor.
 
     Example:
         >>> weight = torch.tensor([2.0, 4.0])

@@ -1,15 +1,14 @@
 """Rules for the order in which entries are kept, and the mask of the first k entries.
 
-A mask of density d lets the first d · N entries of a rule's order move, so density is the fraction
-that trains, under every rule: "least sensitive at density 0.1" trains the tenth of all entries
-with the lowest scores and freezes the rest.
+By a mask of density d the first d · N entries in a rule's order train, so that density is the fraction that
+trains under every rule: `LeastSensitive` at density 0.1 trains the tenth of all entries with the lowest scores.
 
 Source: Iurada et al. 2025, ICLR (TaLoS), section 4.2, keeps the least sensitive: training them
 changes the model's function least. The other four rules are baselines.
 
 Exactly k entries are kept, also with ties. A threshold alone would keep too many: of [0, 0, 0, 4, …]
-"≤ 0" keeps three for k = 2. Here all entries below the k-th lowest value are kept, and then the first
-ones by index of those equal to it. A stable sort would keep the same, in ten times the time.
+"≤ 0" keeps three for k = 2. Here all entries below the k-th lowest value are kept, and of those equal to it the
+first by index. A stable sort keeps the same ones, in ten times the time.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ Tensors = Mapping[str, Tensor]
 
 
 class Rule(Protocol):
-    """A rule for the order in which entries are kept.
+    """Protocol of the rules for the order in which entries are kept.
 
     Attributes:
-        needs_scores: whether the rule uses sensitivities; otherwise it gets none.
+        needs_scores: whether the rule uses sensitivities; if False, it gets none.
     """
 
     needs_scores: ClassVar[bool]
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return sort keys, a tensor of each parameter's shape; the lowest keys are kept first."""
+        """Return sort keys by name, of the parameters' shapes; entries with the lowest keys are kept first."""
 
 
 @final
@@ -116,7 +115,7 @@ class HighestMagnitude:
 @final
 @dataclass(frozen=True)
 class RandomEntries:
-    """Entries drawn uniformly from all entries of all tensors train.
+    """Entries that are drawn uniformly from all tensors train.
 
     Example:
         >>> parameters = {"weight": torch.zeros(2)}
@@ -138,7 +137,7 @@ class RandomEntries:
 
 
 def keep_lowest(values: Tensor, allowed: Tensor, k: int) -> Tensor:
-    """Mask of the k lowest allowed values, bool of shape (n,).
+    """Return the mask of the k lowest allowed values, bool of shape (n,).
 
     Args:
         values: shape (n,), without nan.
@@ -160,9 +159,9 @@ def keep_lowest(values: Tensor, allowed: Tensor, k: int) -> Tensor:
 
 
 def apportion(sizes: list[int], k: int) -> list[int]:
-    """Distribute k over parts in proportion to their sizes; no part gets more than its size.
+    """Distribute k over parts in proportion to their sizes, by largest remainders (Hamilton).
 
-    Method of largest remainders (Hamilton); ties go to the first part.
+    No part gets more than its size; of equal remainders the first is rounded up.
 
     Example:
         >>> apportion([4, 4, 2], 5)
@@ -180,11 +179,11 @@ def apportion(sizes: list[int], k: int) -> list[int]:
 
 
 def next_mask(order: Mapping[str, Tensor], mask: Mask, k: int, *, per_tensor: bool = False) -> Mask:
-    """Mask of the k entries with the lowest sort keys among the active entries of a mask.
+    """Return the mask of the k entries with the lowest sort keys among the active entries of a mask.
 
     Args:
-        order: sort keys by name, without nan; ties are kept by flat index, in the mask's order.
-        mask: the entries that may be kept.
+        order: sort keys by name, without NaN; of equal keys the first by flat index, in the mask's order.
+        mask: mask whose active entries may be kept.
         k: number of entries to keep, in [0, mask.num_active].
         per_tensor: distribute k over the tensors by their active entries, and choose in each.
 
@@ -200,7 +199,7 @@ def next_mask(order: Mapping[str, Tensor], mask: Mask, k: int, *, per_tensor: bo
     """
     if not 0 <= k <= mask.num_active:
         raise ConfigurationError(
-            f"k must be in 0 to {mask.num_active}, the entries left to keep, got {k}"
+            f"k must be from 0 to {mask.num_active}, the number of active entries of the mask, got {k}"
         )
     values = {name: order[name].flatten() for name in mask}
     allowed = {name: mask[name].flatten().to(values[name].device) for name in mask}

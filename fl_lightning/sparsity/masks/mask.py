@@ -1,7 +1,7 @@
-"""Masks over parameters, which are True for entries that may move, and files of masks.
+"""Masks over parameters, which are True for entries that train, and files of masks.
 
 A mask covers only the tensors that it names. Whether other parameters train or stay frozen is decided
-by the user of the mask.
+where the mask is used.
 
 A file of a mask is a container (`fl_lightning.core.container`, a safetensors file) with eight entries per
 byte: packed bits under the parameters' names (little endian: the first entry is the lowest bit of the
@@ -36,9 +36,9 @@ VERSION = 1  # of the layout of packed bits, in checkpoints, files and the hash
 
 
 class Mask(Mapping[str, Tensor]):
-    """An immutable mapping from parameter names to bool tensors of the parameters' shapes.
+    """Immutable mapping from parameter names to bool tensors of the parameters' shapes.
 
-    Two masks are equal if names, shapes and bits are equal, in any order and on any devices. Its
+    Two masks are equal if names, shapes and bits are equal, in any order and on any devices. The
     tensors are not copied on access: do not write to them.
 
     Args:
@@ -59,8 +59,8 @@ class Mask(Mapping[str, Tensor]):
         for name, tensor in tensors.items():
             if tensor.dtype != torch.bool:
                 raise ConfigurationError(
-                    f"a mask's tensors are bool, True where an entry may move; {name} is "
-                    f"{tensor.dtype}. Compare it with something, e.g. scores < threshold."
+                    f"tensors of a mask must be bool, True for entries that train, and {name} is "
+                    f"{tensor.dtype}: give e.g. scores < threshold"
                 )
         self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._active = {name: int(t.count_nonzero()) for name, t in self._tensors.items()}
@@ -68,7 +68,7 @@ class Mask(Mapping[str, Tensor]):
 
     @classmethod
     def ones(cls, tensors: Mapping[str, Tensor]) -> Mask:
-        """Return the mask in which every entry of these tensors may move."""
+        """Return the mask by which all entries of some tensors train."""
         return cls({name: torch.ones_like(t, dtype=torch.bool) for name, t in tensors.items()})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -94,7 +94,7 @@ class Mask(Mapping[str, Tensor]):
 
     @property
     def num_active(self) -> int:
-        """Number of entries that may move."""
+        """Number of entries that train."""
         return sum(self._active.values())
 
     @property
@@ -104,17 +104,17 @@ class Mask(Mapping[str, Tensor]):
 
     @property
     def density(self) -> float:
-        """Fraction of entries that may move, in [0, 1]; 1 for a mask without entries."""
+        """Fraction of entries that train, in [0, 1]; 1 for a mask without entries."""
         return self.num_active / self.num_entries if self.num_entries else 1.0
 
     @property
     def sparsity(self) -> float:
-        """Fraction of entries that may not move: 1 - density."""
+        """Fraction of entries that do not train: 1 - density."""
         return 1 - self.density
 
     @property
     def active_per_tensor(self) -> dict[str, int]:
-        """Number of entries that may move, by tensor."""
+        """Number of entries that train, by tensor."""
         return dict(self._active)
 
     def to(self, device: torch.device | str) -> Mask:
@@ -133,7 +133,7 @@ class Mask(Mapping[str, Tensor]):
         return self._hash
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names, shapes, hash and packed bits for a checkpoint."""
+        """Return names, shapes, hash and packed bits, for a checkpoint."""
         return {
             "version": VERSION,
             "hash": self.hash(),
@@ -146,12 +146,12 @@ class Mask(Mapping[str, Tensor]):
         """Restore a mask from `state_dict`, on the CPU.
 
         Raises:
-            ConfigurationError: if it has another version, is incomplete or does not match its hash.
+            ConfigurationError: if the version differs, a tensor is missing, or the hash does not match.
         """
         if state.get("version") != VERSION:
             raise ConfigurationError(
-                f"a mask of version {state.get('version')}: this release reads version {VERSION}. "
-                "Calibrate again, or use the release that wrote it."
+                f"a mask of version {state.get('version')}, and this release reads version {VERSION}: calibrate "
+                "again, or use the release that wrote it"
             )
         shapes, bits = state["shapes"], state["bits"]
         if differing := sorted(shapes.keys() ^ bits.keys()):
@@ -166,7 +166,7 @@ class Mask(Mapping[str, Tensor]):
         return mask
 
     def to_bytes(self) -> bytes:
-        """Return the mask as a container, see `fl_lightning.core.container`."""
+        """Return the content of a file of the mask."""
         state = self.state_dict()
         about = {
             "version": state["version"],
@@ -177,10 +177,10 @@ class Mask(Mapping[str, Tensor]):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Mask:
-        """Read a mask from the bytes of `to_bytes`, on the CPU; they are not trusted.
+        """Read a mask, on the CPU, from the content of a file, which may come from elsewhere.
 
         Raises:
-            ConfigurationError: if they are no mask of this version, or damaged.
+            ConfigurationError: if it is no mask of this version, or damaged.
         """
         try:
             fields, bits = read(content, "mask")
@@ -205,13 +205,12 @@ class Mask(Mapping[str, Tensor]):
         if issues := [f"{kind}: {some(names)}" for kind, names in kinds.items() if names]:
             raise ConfigurationError(
                 f"the mask does not fit {type(module).__name__}: of its {len(self)} tensors are "
-                f"{'; '.join(issues)}. Use the model for which it was calibrated, or calibrate "
-                "again."
+                f"{'; '.join(issues)}. Use the model for which it was calibrated, or calibrate again"
             )
 
 
 def some(names: list[str], most: int = 5) -> str:
-    """Join the first few names into text for a message, and say how many more there are.
+    """Return the first few names as text for a message, and the number of the others.
 
     Example:
         >>> some(["a", "b", "c"], most=2)
@@ -234,7 +233,7 @@ def _unpack(name: str, bits: Tensor, shape: list[int]) -> Tensor:
         )
     packed = bits.cpu().numpy()
     if size % 8 and packed[-1] >> size % 8:
-        raise ConfigurationError(f"a damaged mask: {name} has bits behind its last entry")
+        raise ConfigurationError(f"a damaged mask: {name} has bits after its last entry")
     flat = np.unpackbits(packed, count=size, bitorder="little")
     return torch.from_numpy(flat.view(np.bool_)).view(shape)
 
@@ -284,7 +283,7 @@ class LayerDensity:
     Attributes:
         name: name of the tensor or layer.
         num_entries: number of its entries.
-        num_active: number of its entries that may move.
+        num_active: number of its entries that train.
     """
 
     name: str
@@ -293,17 +292,17 @@ class LayerDensity:
 
     @property
     def density(self) -> float:
-        """Fraction of entries that may move, in [0, 1]; 1 without entries."""
+        """Fraction of entries that train, in [0, 1]; 1 without entries."""
         return self.num_active / self.num_entries if self.num_entries else 1.0
 
 
 def density_per_layer(mask: Mask, depth: int | None = None) -> list[LayerDensity]:
-    """Density of each layer, weight and bias together, in the order of first appearance.
+    """Return the density of every layer, in the order of first appearance.
 
     Args:
         mask: the mask.
-        depth: number of parts of the dotted names to keep, so that layers of a block are joined; None
-            joins only the tensors of one layer.
+        depth: number of parts of the dotted names that identify a layer, so that whole blocks are joined;
+            None joins only the tensors of a layer, e.g. weight and bias.
 
     Example:
         >>> import torch

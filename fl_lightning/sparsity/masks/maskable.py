@@ -1,7 +1,7 @@
-"""Names of the parameters that a mask may cover, and freezing of fully masked parameters.
+"""Names of the parameters that a mask may cover, and freezing of parameters without an entry that trains.
 
-By default weights and biases of linear, attention, convolution and norm layers of the backbone may be
-masked, but not embeddings (of patches, positions, classes) and the classifier.
+By default a mask covers weights and biases of linear, attention, convolution and norm layers of the backbone,
+but not embeddings (of patches, positions, classes) and the classifier.
 
 Source: Iurada et al. 2025, ICLR (TaLoS), appendix A: Linear, Attention, LayerNorm and Conv layers;
 embeddings and the final projection are frozen.
@@ -37,16 +37,14 @@ def maskable_names(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
 ) -> list[str]:
-    """Names of the parameters that a mask may cover, in the module's order.
+    """Return the names of the parameters that a mask may cover, in the module's order.
 
-    Only trainable parameters (``requires_grad``) are included. The classifier is found by timm's
-    `get_classifier` of the module or of a network inside it; for a module without it, exclude the last
-    layer by ``exclude``.
+    They are trainable (``requires_grad``). The classifier is the layer that a method `get_classifier` of the
+    module, or of a network inside it, returns, as in timm; for other modules name it in ``exclude``.
 
     Args:
         module: any module.
-        include: patterns of names that replace the default layers (`fnmatch`: ``*`` matches dots as
-            well).
+        include: patterns of names, instead of the default layers (`fnmatch`: ``*`` matches dots too).
         exclude: patterns of names to leave out.
 
     Raises:
@@ -68,8 +66,8 @@ def maskable_names(
     chosen = [name for name in chosen if not _matches(name, exclude)]
     if not chosen:
         raise ConfigurationError(
-            f"none of the {len(trained)} trainable parameters of {type(module).__name__} may be "
-            f"masked: {some(trained)}. Name them with include."
+            f"no parameter of {type(module).__name__} is left for a mask; its {len(trained)} trainable parameters "
+            f"are {some(trained)}: name those to mask in include"
         )
     return chosen
 
@@ -85,7 +83,9 @@ def _in_layers(module: nn.Module) -> Iterator[str]:
 
 def _check_patterns(option: str, patterns: Sequence[str], names: list[str]) -> None:
     if isinstance(patterns, str):
-        raise ConfigurationError(f"{option} is a list of patterns, got {patterns!r}: write a list")
+        raise ConfigurationError(
+            f"{option} must be a list of patterns, got {patterns!r}: write [{patterns!r}]"
+        )
     if idle := [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]:
         raise ConfigurationError(
             f"{option}: {some(idle)} matches no parameter"
@@ -98,14 +98,14 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def freeze_masked(module: nn.Module, masks: Mapping[str, Tensor]) -> list[str]:
-    """Disable the gradient of parameters whose mask is all False; returns their names.
+    """Disable the gradient of parameters whose mask is all False, and return their names.
 
     If these are the first layers of a network, the backward pass ends above them. Before you set a
-    mask that lets some of them move again, enable their gradient with ``requires_grad_(True)``.
+    mask by which some of them train again, enable their gradient with ``requires_grad_(True)``.
 
     Args:
-        module: the module; its parameters are changed in place.
-        masks: masks by parameter name, True for entries that may move.
+        module: module, whose parameters are changed in place.
+        masks: masks by parameter name, True for entries that train.
 
     Raises:
         ValueError: if a name is no parameter of the module.

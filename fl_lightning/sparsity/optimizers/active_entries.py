@@ -2,13 +2,13 @@
 
     read: v = p[active], g = ∇[active]        move v by g        write: p[active] = v
 
-An optimizer that acts on each number by itself can act on ``v`` alone: its arithmetic and its state
-have one number per active entry. If most entries are active, it is cheaper to step the whole tensor
-and restore the few frozen entries.
+An optimizer whose rule is elementwise can be applied to ``v`` alone: its arithmetic and its state have one
+number per active entry. If most entries are active, it is cheaper to step the whole tensor and restore the
+few frozen entries.
 
 A ViT has 150 tensors, most of them small, so that the overhead of each call matters: flat views and
-offsets, which do not change from step to step, are computed once. All chunks and all steps share one
-buffer: allocating memory costs more than copying the numbers.
+indices, which do not change from step to step, are computed once. All chunks and all steps share one
+buffer, because allocating memory costs more than copying the numbers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class Split:
     """Indices of the active or the frozen entries of one tensor; both are None if all are active.
 
     Attributes:
-        active: increasing indices of the active entries, shape (k,), if the optimizer steps them
-            alone.
-        frozen: indices of the frozen entries, if the optimizer steps the whole tensor.
+        active: rising indices of the active entries, shape (k,), if the optimizer steps only them.
+        frozen: rising indices of the frozen entries, if the optimizer steps the whole tensor.
     """
 
     active: Tensor | None = None
@@ -41,7 +40,9 @@ class Split:
 
     @classmethod
     def of(cls, mask: Tensor | None) -> Split:
-        """Convert a mask (True for active entries; None for all) into active or frozen indices, whichever are fewer.
+        """Return the indices of a mask's active entries, or of its frozen ones if most are active.
+
+        Without a mask all entries are active.
 
         Example:
             >>> Split.of(torch.tensor([True, False, False])).active.tolist()
@@ -63,7 +64,7 @@ class Split:
         return self.active is None and self.frozen is None
 
     def mask(self, like: Tensor) -> Tensor:
-        """Convert into a mask, bool of the shape and device of ``like``.
+        """Return the mask, bool of the shape and device of ``like``.
 
         Example:
             >>> Split(active=torch.tensor([1])).mask(torch.zeros(3)).tolist()
@@ -76,7 +77,7 @@ class Split:
         return mask
 
     def indices(self, like: Tensor) -> Tensor:
-        """Increasing indices of the active entries, shape (k,).
+        """Return rising indices of the active entries, shape (k,).
 
         Example:
             >>> Split(frozen=torch.tensor([1])).indices(torch.zeros(3)).tolist()
@@ -87,7 +88,7 @@ class Split:
         return self.mask(like).flatten().nonzero().view(-1)
 
     def expanded(self, state: Tensor, like: Tensor) -> Tensor:
-        """Expand state to the shape of ``like``; its values at frozen entries are meaningless."""
+        """Return an optimizer's state in the shape of ``like``; the values of frozen entries are arbitrary."""
         if self.active is None:
             return state.clone()
         whole = torch.zeros_like(like, dtype=state.dtype)
@@ -95,18 +96,14 @@ class Split:
         return whole
 
     def fitted(self, param: Tensor) -> Split:
-        """Move the indices to a parameter's device, and check them.
-
-        Raises:
-            ValueError: if an index is outside the parameter.
-        """
+        """Return the split on a parameter's device; raises ValueError if an index is outside the parameter."""
         index = self.active if self.active is not None else self.frozen
         if index is None:
             return self
         if len(index) and int(index[-1]) >= param.numel():
             raise ValueError(
-                f"masks: one has an entry {int(index[-1])}, but the parameter is of shape "
-                f"{tuple(param.shape)}: the state belongs to another model"
+                f"masks: one has the index {int(index[-1])}, and the parameter has the shape {tuple(param.shape)}: the "
+                "state of the optimizer is that of another model"
             )
         index = index.to(param.device)
         return Split(active=index) if self.active is not None else Split(frozen=index)
@@ -142,17 +139,17 @@ MOST_ENTRIES_ON_CPU = 50_000
 
 
 class Chunk:
-    """Parameters of one dtype and device, whose active entries are updated together.
+    """Parameters of one dtype and device whose active entries are updated together.
 
     Args:
         params: parameters with active entries.
         active: indices of the active entries of each, shape (k_i,).
-        memory: buffer for values and gradients, shape (2, at least Σ k_i).
+        memory: buffer for values and gradients, shape (2, n) with n at least Σ k_i.
 
     Attributes:
         params: the parameters.
-        values: active entries of each since `read`, shape (k_i,), to be moved in place.
-        grads: gradients of the active entries, shape (k_i,) each.
+        values: active entries of each parameter after `read`, shape (k_i,), to be updated in place.
+        grads: gradients of these entries, of the same shapes.
 
     Example:
         >>> p = torch.tensor([1.0, 2.0])
@@ -173,16 +170,14 @@ class Chunk:
         self._reads = list(zip(params, flats, active, self.values, self.grads, strict=True))
 
     def read(self) -> None:
-        """Read the current values and gradients.
-
-        Raises:
-            ValueError: for a sparse gradient.
-        """
+        """Read the current values and gradients; raises ValueError for a sparse gradient."""
         for param, flat, index, value, grad in self._reads:
             whole = param.grad
             assert whole is not None
             if whole.layout is not torch.strided:
-                raise ValueError("a mask needs dense gradients: give the embedding sparse=False")
+                raise ValueError(
+                    "masks need dense gradients: construct nn.Embedding with sparse=False"
+                )
             torch.index_select(whole.reshape(-1), 0, index, out=grad)
             here = param.reshape(-1) if flat is None else flat
             torch.index_select(here, 0, index, out=value)
@@ -203,11 +198,11 @@ class ActiveChunks:
         self._known: dict[int, tuple[list[Any], list[Tensor], list[Chunk]]] = {}
 
     def of(self, number: int, params: list[Tensor], active: list[Tensor]) -> list[Chunk]:
-        """Return the chunks of a parameter group's parameters.
+        """Return the chunks of a parameter group.
 
         Args:
             number: number of the group.
-            params: parameters with a gradient, and with active and frozen entries.
+            params: parameters with a gradient, of which some entries are active and some frozen.
             active: indices of their active entries.
         """
         # indices and memory of known chunks are kept alive, so no other tensor can have their addresses

@@ -1,12 +1,12 @@
-"""Base of the masked optimizers: masks, and a step of torch's own rule on the active entries.
+"""Base of the masked optimizers, which apply an update rule of PyTorch to the active entries of a mask.
 
     v = p[active],   v ← rule(v, g[active], state),   p[active] = v
 
-The rule is the function of `torch.optim` that the dense optimizer calls, so the arithmetic is
-torch's. A frozen entry gets no gradient, no decay and no momentum. The state of a tensor has one
+The rule is the function of `torch.optim` that the dense optimizer calls, so that the arithmetic is
+PyTorch's. A frozen entry gets no gradient, no decay and no momentum. The state of a tensor has one
 number per active entry.
 
-Masks are kept in the parameter groups, so that `state_dict`, pickling and copying include them.
+Masks are stored in the parameter groups, so that `state_dict`, pickling and copying include them.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from torch.optim.optimizer import ParamsT
 
 from fl_lightning.sparsity.optimizers.active_entries import ActiveChunks, Split, put, take
 
-# By name or parameter, or one per parameter in the optimizer's order. None: all entries may move.
+# by name or parameter, or one per parameter in the optimizer's order; None: all entries train
 Masks: TypeAlias = Mapping[Any, Tensor | None] | Sequence[Tensor | None]
 
-# A parameter, its gradient and indices of its frozen entries.
+# a parameter, its gradient and indices of its frozen entries
 Part: TypeAlias = tuple[Tensor, Tensor, Any]
 
 
-_UNKNOWN_TO_MASKS = ("capturable", "differentiable")  # options of torch
+_UNSUPPORTED = ("capturable", "differentiable")  # options of torch
 
 
 class MaskedOptimizer(Optimizer, ABC):
-    """A torch optimizer that moves only the entries that its masks allow.
+    """Optimizer of PyTorch that updates only the active entries of its masks.
 
-    A subclass has one of torch's optimizers as its second base and defines `move`.
+    A subclass has one of PyTorch's optimizers as its second base and defines `move`.
 
     Args:
-        params: parameters, named parameters or groups, as for torch.
-        args: further options of torch's optimizer.
-        masks: masks of the entries that may move, see `set_masks`; None moves all.
-        options: further options of torch's optimizer.
+        params: parameters, named parameters or groups, as for PyTorch.
+        args: further options of PyTorch's optimizer.
+        masks: masks of the entries that train, see `set_masks`; all train if None.
+        options: further options of PyTorch's optimizer.
 
     Raises:
         ValueError: if an option is out of range or a mask does not fit.
@@ -54,9 +54,9 @@ class MaskedOptimizer(Optimizer, ABC):
     def __init__(
         self, params: ParamsT, *args: Any, masks: Masks | None = None, **options: Any
     ) -> None:
-        if refused := [name for name in _UNKNOWN_TO_MASKS if options.get(name)]:
+        if refused := [name for name in _UNSUPPORTED if options.get(name)]:
             raise ValueError(
-                f"masks: {' and '.join(refused)} of torch's optimizer is not available"
+                f"{type(self).__name__} does not support {' and '.join(refused)} of torch's optimizer: leave it out"
             )
         super().__init__(params, *args, **options)
         self._step_supports_amp_scaling = False  # else GradScaler would leave unscaling to the step
@@ -82,7 +82,7 @@ class MaskedOptimizer(Optimizer, ABC):
     def move_in_place(
         self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Update active entries in place where a faster way exists; return the parameters that remain.
+        """Update active entries in place by a faster way, if there is one; returns the other parameters.
 
         Args:
             group: the parameter group with the options.
@@ -91,11 +91,11 @@ class MaskedOptimizer(Optimizer, ABC):
         return parts
 
     def initial_state(self, key: str, stayed: Tensor) -> Tensor:
-        """Return the state of entries that become active, a scalar; 0 by default.
+        """Return the initial state of entries that become active, a scalar; 0 by default.
 
         Args:
             key: name of the state, e.g. ``exp_avg``.
-            stayed: state of the entries that were and remain active, shape (n,), n ≥ 1.
+            stayed: state of the entries that remain active, shape (n,), n at least 1.
         """
         return stayed.new_zeros(())
 
@@ -113,15 +113,15 @@ class MaskedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def set_masks(self, masks: Masks | None) -> None:
-        """Replace all masks; a parameter without a mask moves as a whole.
+        """Replace all masks; a parameter without a mask trains as a whole.
 
         Entries that remain active keep their state; entries that become active start with
-        `initial_state`. A tensor without an entry that remains active starts without state.
+        `initial_state`. A tensor in which no entry remains active starts without state.
 
         Args:
-            masks: bool tensors of the parameters' shapes, True for entries that may move: by
-                parameter, by name (if the optimizer was given named parameters, which needs torch
-                2.6), or in the optimizer's order. None frees all.
+            masks: bool tensors of the parameters' shapes, True for entries that train: by parameter, by
+                name (if the optimizer was given named parameters, which needs torch 2.6), or in the
+                optimizer's order. With None all entries train.
 
         Raises:
             ValueError: if a parameter is unknown, or the number, a shape or a dtype does not fit.
@@ -136,7 +136,7 @@ class MaskedOptimizer(Optimizer, ABC):
             _store(group, splits)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; they move as a whole until `set_masks`.
+        """Add parameters, which train as a whole until `set_masks`.
 
         Raises:
             ValueError: if an option is not finite, which torch accepts.
@@ -155,7 +155,7 @@ class MaskedOptimizer(Optimizer, ABC):
         Raises:
             ValueError: if masks do not fit the parameters.
         """
-        present = self.masks
+        current = self.masks
         super().load_state_dict(state_dict)
         is_dense = not all("active" in group for group in self.param_groups)
         for group in self.param_groups:
@@ -163,11 +163,11 @@ class MaskedOptimizer(Optimizer, ABC):
                 _store(group, [Split()] * len(group["params"]))
             _store(group, [split.fitted(param) for param, split in _pairs(group)])
         if is_dense:
-            self.set_masks(present)
+            self.set_masks(current)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the active entries once; returns the closure's loss, or None without a closure."""
+        """Update the active entries once; returns the loss of the closure, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -223,12 +223,14 @@ class MaskedOptimizer(Optimizer, ABC):
         else:
             ordered = [None] * len(params) if masks is None else list(masks)
         if len(ordered) != len(params):
-            raise ValueError(f"masks: {len(ordered)} are given for {len(params)} parameters")
+            raise ValueError(
+                f"masks: {len(ordered)} are given for {len(params)} parameters: give one per parameter, or masks by name"
+            )
         for number, (param, mask) in enumerate(zip(params, ordered, strict=True)):
             if mask is not None and (mask.dtype is not torch.bool or mask.shape != param.shape):
                 raise ValueError(
-                    f"masks: parameter {names[number] if names else number} needs bool of shape "
-                    f"{tuple(param.shape)}, not {mask.dtype} of shape {tuple(mask.shape)}"
+                    f"masks: that of parameter {names[number] if names else number} must be bool of shape "
+                    f"{tuple(param.shape)}, got {mask.dtype} of shape {tuple(mask.shape)}"
                 )
         return ordered
 

@@ -29,10 +29,9 @@ from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 class SparseSGDM(MaskedOptimizer, SGD):
     """`torch.optim.SGD` on the active entries; frozen entries stay bit-identical.
 
-    Without masks, or if all masks are all ones, it is `torch.optim.SGD`, bit for bit. On a CPU the
-    active entries move in one pass, see `sgd_in_one_pass`, unless ``foreach`` or ``fused`` is set;
-    then torch's kernels move them. A parameter whose mask is all zero needs no gradient, see
-    `freeze_masked`.
+    Without masks, or with masks of ones, it is `torch.optim.SGD`, bit for bit. On a CPU a C kernel updates
+    the active entries in one pass, see `sgd_in_one_pass`; with ``foreach`` or ``fused`` PyTorch's kernels do.
+    A parameter whose mask is all zero needs no gradient, see `freeze_masked`.
 
     Args: those of torch's, and ``masks``, see `MaskedOptimizer`. With ``fused``, gradients must be
     unscaled, as by `GradScaler`.
@@ -50,7 +49,7 @@ class SparseSGDM(MaskedOptimizer, SGD):
     def move_in_place(
         self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Move parameters that already have momentum in one pass, unless foreach or fused is set."""
+        """Update parameters that have momentum already in one pass, unless foreach or fused is set."""
         if group["foreach"] or group["fused"]:
             return parts
         rest = []

@@ -2,7 +2,7 @@
 
     sampled:    F_jj = 1/N Σ_i 1/S Σ_s (∂ log p(y_is | x_i) / ∂θ_j)²,   y_is ~ p(· | x_i)
     exact:      F_jj = 1/N Σ_i Σ_y p(y | x_i) (∂ log p(y | x_i) / ∂θ_j)²
-    empirical:  the same for the given label y_i alone: no Fisher information, and another ranking
+    empirical:  F_jj = 1/N Σ_i (∂ log p(y_i | x_i) / ∂θ_j)²,   y_i the given label: no Fisher information
 
 Source: Iurada et al. 2025, ICLR (TaLoS), equation 7: labels from the model's own prediction,
 gradients of single examples. Its released code takes the raw logit of the sampled class instead of
@@ -12,8 +12,8 @@ The squared gradient of a batch's mean, often called Fisher; for comparison only
 
     1/N Σ_batches B (∂ 1/B Σ_i log p(y_i | x_i) / ∂θ_j)²
 
-Gradients of different examples cancel before they are squared, so it vanishes for a converged model,
-depends on the batch size, and ranks entries unlike any Fisher information.
+Gradients of different examples cancel before they are squared, so that it vanishes for a converged model and
+depends on the batch size. All of these rank entries differently.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SampledFisher(SquaredGradients):
     The label of an example depends on (seed, position of the example), not on the batch size.
 
     Args:
-        num_samples: labels drawn per example, ≥ 1; each costs a backward pass.
+        num_samples: number of labels drawn per example, at least 1; each costs a backward pass.
         scoring: quantity to score, number of examples, memory.
 
     Raises:
@@ -61,7 +61,7 @@ class SampledFisher(SquaredGradients):
         check_range("num_samples", self.num_samples, "at least 1 label per example")
 
     def given(self, seed: int) -> Given:
-        """Return a function that draws a uniform number in [0, 1) for each label to sample."""
+        """Return a function that draws a uniform number in [0, 1) for every label to sample."""
         generator = numpy_generator(seed, "sampled labels")  # read in the order of the examples
 
         def draws(_: Any, size: int) -> Tensor:
@@ -102,12 +102,12 @@ class ExactFisher(SquaredGradients):
 @final
 @dataclass(frozen=True)
 class EmpiricalFisher(SquaredGradients):
-    """Squared per-example gradients of the given labels' log-probabilities.
+    """Squared gradients of the log-probability of every example's given label.
 
     Often called "the Fisher", which it is not: Kunstner et al. 2019, NeurIPS, section 3.
 
     Args:
-        labels: gets the labels (B,) from a batch.
+        labels: returns the labels (B,) of a batch.
         scoring: quantity to score, number of examples, memory.
 
     Example:
@@ -122,7 +122,7 @@ class EmpiricalFisher(SquaredGradients):
     scoring: Scoring = field(default_factory=Scoring)
 
     def given(self, seed: int) -> Given:
-        """Return a function that gets the labels of a batch."""
+        """Return a function for the labels of a batch."""
         return lambda batch, _: self.labels(batch)
 
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,10 +133,10 @@ class EmpiricalFisher(SquaredGradients):
 @final
 @dataclass(frozen=True)
 class SquaredMeanGradient(Estimator):
-    """The squared gradient of each batch's mean, batches weighted by their sizes.
+    """Squared gradient of the mean log-probability of a batch, batches weighted by their sizes.
 
     Args:
-        labels: gets the labels (B,) from a batch.
+        labels: returns the labels (B,) of a batch.
         scoring: quantity to score and number of examples; a batch is never divided.
 
     Example:

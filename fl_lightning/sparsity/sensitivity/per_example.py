@@ -5,8 +5,8 @@
 where q is the scored quantity, and an estimator chooses labels y and weights w. Gradients are squared
 before they are averaged: the square of a mean gradient estimates something else.
 
-Many examples are scored together by `torch.func` (vmap over examples, in chunks that fit the memory
-limit), or one by one by plain autograd if vmap cannot run the module.
+Examples are scored together by `torch.func` (vmap over examples, in chunks that fit the memory limit), or one
+by one by autograd if vmap cannot run the module.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ class Estimator(ABC):
                 num_examples += size
         if not num_examples:
             raise ConfigurationError(
-                "no examples to score: batches are empty, or an iterator that was already used up"
+                "there are no examples to score: batches are empty, or an iterator that was read before: give a "
+                "loader or a list"
             )
         if broken := [name for name, total in sums.items() if not bool(total.isfinite().all())]:
             raise ConfigurationError(
-                f"scores are not finite in {some(broken)}: the model's output is not, or gradients "
-                "overflow in half precision (score in float32 or bfloat16)"
+                f"scores of {some(broken)} are not finite: the output of the model is not, or gradients overflow in "
+                "half precision: score in float32 or bfloat16"
             )
         return Scores(sums, num_examples)
 
@@ -105,15 +106,15 @@ class SquaredGradients(Estimator):
     """
 
     def given(self, seed: int) -> Given:
-        """Return a function from a batch and its size to the second arguments of `choose`, one for each example.
+        """Return a function of a batch and its size for the second arguments of `choose`, one per example.
 
-        The function is called in the order of the examples. By default its results are empty.
+        The function is called in the order of the batches. By default its results are empty.
         """
         return lambda _, size: torch.empty(size, 0)
 
     @abstractmethod
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the labels of one example, shape (S,), and their weights, shape (S,), ≥ 0.
+        """Return the labels of one example, shape (S,), and their weights, shape (S,), at least 0.
 
         It runs under `torch.vmap`: no ``if`` on values, and shapes that do not depend on values.
 
@@ -170,7 +171,7 @@ class _Squares:
             self._one_by_one(examples)  # an error of the module itself is raised here again
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             warnings.warn(
-                f"sensitivity is computed example by example, slowly, because {reason}",
+                f"sensitivity is computed example by example, which is slow, because vmap cannot run the module: {reason}",
                 stacklevel=2,
             )
             return

@@ -1,6 +1,6 @@
 """Sensitivity of a model's prediction to each parameter: protocol of the estimators, and their scores.
 
-The file also has the functions that get logits and labels from a batch, and the scored quantities.
+Also the scored quantities, and the default functions for logits and labels of a batch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fl_lightning.sparsity.masks.mask import some
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over examples and the number of examples, so that scores of several clients can be added.
+    """Sums of scores over examples, with the number of examples, so that those of clients can be added.
 
     Attributes:
-        sums: one tensor per parameter, of its shape, ≥ 0, in float32 or wider.
-        num_examples: number of examples in the sums.
+        sums: one tensor per parameter, of its shape, at least 0, in float32 or float64.
+        num_examples: number of examples.
 
     Example:
         >>> import torch
@@ -42,18 +42,18 @@ class Scores:
         """
         if differing := sorted(self.sums.keys() ^ other.sums.keys()):
             raise ConfigurationError(
-                f"scores are added over the same parameters, these differ in {some(differing)}"
+                f"scores can be added if they are of the same parameters, and these differ in {some(differing)}"
             )
         sums = {name: total + other.sums[name] for name, total in self.sums.items()}
         return Scores(sums, self.num_examples + other.num_examples)
 
     def mean(self) -> dict[str, Tensor]:
-        """Mean over examples by name: the sensitivity."""
+        """Return the means over examples by name: the sensitivities."""
         return {name: total / self.num_examples for name, total in self.sums.items()}
 
 
 class Sensitivity(Protocol):
-    """An estimator: scores every entry of some parameters on some examples."""
+    """Protocol of the estimators, which score every entry of some parameters on some examples."""
 
     def __call__(
         self,
@@ -66,11 +66,11 @@ class Sensitivity(Protocol):
         """Return the scores; the module, its gradients and its mode do not change.
 
         Args:
-            module: the model; it is scored in eval mode.
-            batches: batches of examples, each with the first axis over examples.
-            parameters: values at which to score, by name of the parameter: tensors of its shape, which
-                replace the module's. None scores all trainable parameters at their own values.
-            seed: seed of random draws; a draw depends on (seed, position of the example) alone.
+            module: the model, which is scored in evaluation mode.
+            batches: batches, with examples along the first axis.
+            parameters: values at which to score, by parameter name, instead of the module's. None scores
+                all trainable parameters at their own values.
+            seed: seed of the draws, each of which depends only on (seed, position of the example).
         """
 
 
@@ -94,16 +94,15 @@ def batch_labels(batch: Any) -> Tensor:
     """
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise ConfigurationError(
-            "this estimator needs labels: batches (x, y), or an option `labels` that "
-            f"gets them from a batch; the batch is a {type(batch).__name__}. SampledFisher and "
-            "ExactFisher need no labels."
+            f"this estimator needs labels, and a batch is a {type(batch).__name__}: give batches (x, y), or the "
+            "option `labels`, a function that returns the labels of a batch; or use SampledFisher or ExactFisher"
         )
     labels: Tensor = batch[1]
     return labels
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Log-probability of each class: the paper's choice, and that of the Fisher information.
+    """Return the log-probability of every class: the quantity of the paper, and of the Fisher information.
 
     Example:
         >>> import torch
@@ -114,5 +113,5 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def raw_logits(logits: Tensor) -> Tensor:
-    """Return the logits unchanged, which TaLoS's released code scores; this is no Fisher information."""
+    """Return the logits: the quantity of TaLoS's released code, which is no Fisher information."""
     return logits

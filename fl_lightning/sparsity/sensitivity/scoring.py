@@ -1,4 +1,4 @@
-"""Options that all estimators of sensitivity share (quantity, examples, memory), and slices of batches."""
+"""Options of all estimators of sensitivity (quantity, examples, memory), and functions on batches."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Options of every estimator.
+    """Options of all estimators of sensitivity.
 
     Args:
         quantity: scored quantity of a class: `log_probabilities` (the paper) or `raw_logits` (its
             released code).
-        logits: ``(module, batch) -> (B, classes)``, with at least two classes.
-        max_examples: number of examples to score, the first of the batches; None for all.
-        memory_limit: bytes of per-example gradients at a time, without activations. None is 64 MiB on
-            a CPU, where gradients beyond its caches are slower than one example after the other,
-            and 2 GiB on an accelerator. With 1, examples are scored one by one.
+        logits: returns the logits (B, classes) of a module and a batch, of at least two classes.
+        max_examples: largest number of examples to score, from the first batch on; None for all.
+        memory_limit: bytes of gradients of single examples in memory at a time, without activations. If
+            None, 64 MiB on a CPU, where gradients beyond its caches are slower than one example after the
+            other, and 2 GiB on an accelerator. With 1, examples are scored one by one.
 
     Raises:
         ConfigurationError: if an option is out of range.
@@ -53,7 +53,7 @@ class Scoring:
         check_range("memory_limit", self.memory_limit, "at least 1 byte", advice)
 
     def memory_on(self, device: torch.device) -> int:
-        """Memory in bytes that scoring may use on a device."""
+        """Return the bytes of gradients that scoring may use on a device."""
         default = 2**26 if device.type == "cpu" else 2**31
         return default if self.memory_limit is None else self.memory_limit
 
@@ -92,13 +92,13 @@ def _check_logits(logits: Tensor) -> None:
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ConfigurationError(
-            f"logits must be a tensor of shape (examples, classes ≥ 2), got {shape}: give the "
+            f"logits must be a tensor of shape (examples, classes), with at least 2 classes, got {shape}: give the "
             "option `logits`, a function of module and batch"
         )
 
 
 def checked_parameters(module: nn.Module, parameters: Tensors | None) -> dict[str, Tensor]:
-    """Detached parameter values to score at: the given ones, or those of all trainable parameters.
+    """Return the detached values at which to score: those given, or those of all trainable parameters.
 
     Raises:
         ConfigurationError: if the module lacks a given parameter, or there are none.
@@ -109,10 +109,13 @@ def checked_parameters(module: nn.Module, parameters: Tensors | None) -> dict[st
     unknown = [n for n, p in parameters.items() if n not in own or own[n].shape != p.shape]
     if unknown:
         raise ConfigurationError(
-            f"{type(module).__name__} has no parameters {some(unknown)} of the given shapes"
+            f"{type(module).__name__} has no parameters {some(unknown)} of the given shapes: give names and shapes "
+            "of its named_parameters()"
         )
     if not parameters:
-        raise ConfigurationError(f"{type(module).__name__} has nothing to score: no parameters")
+        raise ConfigurationError(
+            f"{type(module).__name__} has no trainable parameter to score: set requires_grad of some"
+        )
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
@@ -126,7 +129,7 @@ def zero_sums(parameters: Tensors) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def scoring_mode(module: nn.Module) -> Iterator[None]:
-    """Put the module into eval mode inside the block, and disable autocast's cache."""
+    """Context in which a module is in evaluation mode, and autocast's cache is off."""
     caches = torch.is_autocast_cache_enabled()
     # a weight cast inside one transform must not be reused outside it
     torch.set_autocast_cache_enabled(False)
@@ -142,7 +145,7 @@ def map_batch(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Apply a function to every tensor of a batch, in tuples, lists and dicts.
 
     Raises:
-        ConfigurationError: if the batch holds anything else.
+        ConfigurationError: if the batch contains anything else.
 
     Example:
         >>> map_batch(lambda tensor: tensor + 1, {"x": torch.zeros(2)})
@@ -157,16 +160,16 @@ def map_batch(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: map_batch(function, part) for key, part in batch.items()}
     raise ConfigurationError(
-        f"batches to score are tensors in tuples, lists or dicts, this one holds a "
-        f"{type(batch).__name__}. Leave it out in the loader's collate_fn."
+        "batches to score must be tensors in tuples, lists or dicts, and one contains a "
+        f"{type(batch).__name__}: leave it out in the loader's collate_fn"
     )
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of examples in a batch: the length of all its tensors' first axes.
+    """Return the number of examples in a batch: the length of the first axis of its tensors.
 
     Raises:
-        ConfigurationError: if they are not of one length.
+        ConfigurationError: if the lengths differ.
     """
     sizes: set[int] = set()
 
@@ -177,8 +180,8 @@ def batch_size(batch: Any) -> int:
     map_batch(note, batch)
     if len(sizes) != 1 or -1 in sizes:
         raise ConfigurationError(
-            "all tensors of a batch have an entry per example on their first axis; here the "
-            f"lengths are {sorted(sizes)} (-1: no axis at all)"
+            "all tensors of a batch must have one entry per example along their first axis, and their "
+            f"lengths are {sorted(sizes)} (-1: no axis): change the loader's collate_fn"
         )
     return sizes.pop()
 

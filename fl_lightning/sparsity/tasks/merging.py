@@ -1,13 +1,13 @@
-"""Several masks: statistics, merged masks, and the similarity of masks and task vectors.
+"""Statistics and merging of several masks, and the similarity of masks and of task vectors.
 
-All follow from c_j, the number of the n masks of N entries in which entry j may move:
+All follow from c_j, the number of masks by which entry j trains, of n masks of N entries:
 
     density = Σ_j c_j / (n N),   union = [c_j > 0],   intersection = [c_j = n],   majority = [c_j > n / 2]
     overlap = Σ_{a<b} |m_a ∧ m_b| / Σ_{a<b} |m_a ∨ m_b|       over all pairs
     cosine of two task vectors = <τ_a, τ_b> / (|τ_a| |τ_b|)
 
-where Σ_{a<b} |m_a ∧ m_b| = Σ_j c_j (c_j - 1) / 2. For two masks the overlap is Jaccard's index; for more,
-numerators and denominators are summed separately, so that no pair is computed by itself.
+where Σ_{a<b} |m_a ∧ m_b| = Σ_j c_j (c_j - 1) / 2. For two masks the overlap is Jaccard's index; for more it is
+the ratio of the sums over pairs, for which no pair is compared by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fl_lightning.sparsity.tasks.task_vectors import TaskVector, check_same_para
 
 
 class MaskCounts:
-    """Statistics over masks of the same tensors, which are added one by one; 4 bytes per entry.
+    """Statistics over masks of the same tensors, which are added one by one; takes 4 bytes per entry.
 
     Attributes:
         num_masks: number of masks so far.
@@ -46,33 +46,29 @@ class MaskCounts:
             self.add(mask)
 
     def add(self, mask: Mask) -> None:
-        """Count the entries of a further mask.
-
-        Raises:
-            ConfigurationError: if its tensors differ from those of the masks before.
-        """
+        """Add a mask; raises ConfigurationError if its tensors differ from those of the masks before."""
         if not self.num_masks:
             self._counts = {name: torch.zeros_like(mask[name], dtype=torch.int32) for name in mask}
             self.num_entries = mask.num_entries
         ours, theirs = ({n: t.shape for n, t in each.items()} for each in (self._counts, mask))
         if differing := sorted(n for n in ours | theirs if ours.get(n) != theirs.get(n)):
             raise ConfigurationError(
-                f"masks are merged over the same tensors: mask {self.num_masks} differs from mask 0 in "
-                f"{some(differing)}. Calibrate all on the same model with the same parameters."
+                f"masks to merge must have the same tensors, and mask {self.num_masks} differs from mask 0 in "
+                f"{some(differing)}: calibrate all on the same model, with the same names"
             )
         for name, counts in self._counts.items():
             counts += mask[name].to(counts.device)
         self.num_masks += 1
 
-    def where(self, lets_move: Callable[[Tensor], Tensor]) -> Mask:
-        """Mask of the entries whose count fulfils a condition, e.g. ``lambda count: count > 3``.
+    def where(self, condition: Callable[[Tensor], Tensor]) -> Mask:
+        """Return the mask of the entries whose count fulfils a condition, e.g. ``lambda count: count > 3``.
 
         Raises:
             ConfigurationError: if there is no mask.
         """
         if not self.num_masks:
-            raise ConfigurationError("no masks: give at least one to merge")
-        return Mask({name: lets_move(counts) for name, counts in self._counts.items()})
+            raise ConfigurationError("there are no masks to merge: give at least one")
+        return Mask({name: condition(counts) for name, counts in self._counts.items()})
 
     @property
     def density(self) -> float:
@@ -81,13 +77,13 @@ class MaskCounts:
 
     @property
     def union_density(self) -> float:
-        """Fraction of entries that at least one mask lets move, in [0, 1]."""
+        """Fraction of entries that train by at least one mask, in [0, 1]."""
         active = sum(int(counts.count_nonzero()) for counts in self._counts.values())
         return active / max(1, self.num_entries)
 
     @property
     def overlap(self) -> float:
-        """Jaccard's index over all pairs of masks, in [0, 1]; 1 if there is no pair."""
+        """Overlap over all pairs of masks, in [0, 1]; 1 if there is no pair, or if all masks are empty."""
         shared = (self._sum(2) - self._sum(1)) / 2
         either = (self.num_masks - 1) * self._sum(1) - shared
         return shared / either if either > 0 else 1.0
@@ -97,10 +93,10 @@ class MaskCounts:
 
 
 def union(masks: Iterable[Mask]) -> Mask:
-    """Mask of the entries that at least one mask lets move.
+    """Return the mask of the entries that train by at least one mask.
 
     Raises:
-        ConfigurationError: if there is no mask, or their tensors differ; likewise in the functions below.
+        ConfigurationError: if there is no mask, or the masks have different tensors.
 
     Example:
         >>> one, other = (Mask({"a": torch.tensor(bits)}) for bits in ([True, False], [True, True]))
@@ -113,19 +109,19 @@ def union(masks: Iterable[Mask]) -> Mask:
 
 
 def intersection(masks: Iterable[Mask]) -> Mask:
-    """Mask of the entries that every mask lets move."""
+    """Return the mask of the entries that train by every mask; raises as `union`."""
     of_all = MaskCounts(masks)
     return of_all.where(lambda counts: counts == of_all.num_masks)
 
 
 def majority(masks: Iterable[Mask]) -> Mask:
-    """Mask of the entries that more than half of the masks let move."""
+    """Return the mask of the entries that train by more than half of the masks; raises as `union`."""
     of_all = MaskCounts(masks)
     return of_all.where(lambda counts: 2 * counts > of_all.num_masks)
 
 
 def jaccard_overlap(one: Mask, other: Mask) -> float:
-    """Jaccard's index of the entries that two masks let move, in [0, 1]; 1 for two empty masks."""
+    """Return Jaccard's index of the entries that train by two masks, in [0, 1]; 1 for two empty masks."""
     return MaskCounts([one, other]).overlap
 
 
@@ -136,7 +132,7 @@ class Similarity:
     Attributes:
         one: name of the first.
         other: name of the second.
-        overlap: Jaccard's index of the entries that may move, or moved, in [0, 1].
+        overlap: Jaccard's index of the entries that train (of masks) or differ from 0 (of task vectors).
         cosine: cosine of task vectors, in [-1, 1], 0 if one of them is zero; None for masks.
     """
 
@@ -147,7 +143,7 @@ class Similarity:
 
 
 def compare_masks(masks: Mapping[str, Mask]) -> list[Similarity]:
-    """Compare each pair of masks.
+    """Return the similarity of every pair of masks.
 
     Example:
         >>> import torch
@@ -162,7 +158,7 @@ def compare_masks(masks: Mapping[str, Mask]) -> list[Similarity]:
 
 
 def compare_tasks(tasks: Mapping[str, TaskVector]) -> list[Similarity]:
-    """Compare each pair of task vectors: their cosine, and the overlap of the entries that moved.
+    """Return the similarity of every pair of task vectors: cosine, and overlap of the entries other than 0.
 
     Raises:
         ConfigurationError: if their parameters differ.

@@ -24,9 +24,9 @@ from fl_lightning.sparsity.masks.mask import Mask, some
 
 
 class TaskVector:
-    """The difference of two models with the same parameters, as one vector of shape (k,).
+    """Difference of two models with the same parameters, as one vector of shape (k,).
 
-    Created by `between`, `merge` or `load_task_vector`; sums and multiples are new task vectors. Buffers,
+    It is made by `between`, `merge` or `load_task_vector`; sums and multiples are new task vectors. Buffers,
     such as the statistics of batch norm, are not included.
 
     Args:
@@ -50,7 +50,7 @@ class TaskVector:
         size = sum(shape.numel() for shape in shapes.values())
         if vector.shape != (size,):
             raise ConfigurationError(
-                f"a task vector over {some(list(shapes))} has shape ({size},), got "
+                f"a task vector of {some(list(shapes))} must have the shape ({size},), got "
                 f"{tuple(vector.shape)}"
             )
         self.shapes = dict(shapes)
@@ -77,38 +77,37 @@ class TaskVector:
             own = dict(pretrained.named_parameters())
             differing = [name for name, shape in shapes.items() if own[name].shape != shape]
             raise ConfigurationError(
-                f"the two models differ in the shapes of {some(differing)}: give the names of the "
-                "parameters that they share"
+                f"the two models differ in the shapes of {some(differing)}: name the parameters to compare in names"
             )
         return cls(shapes, end.read() - start.read().to(end.device))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The differences by name, in the parameters' shapes."""
+        """Differences by name, in the parameters' shapes."""
         parts = self.vector.split([shape.numel() for shape in self.shapes.values()])
         return {n: part.view(s) for (n, s), part in zip(self.shapes.items(), parts, strict=True)}
 
     def fingerprint(self) -> str:
-        """Hash of names and shapes; equal to that of a `Space` of the same parameters."""
+        """Return a hash of names and shapes, equal to that of a `Space` of the same parameters."""
         return Space(self.tensors).fingerprint()
 
     def support(self) -> Mask:
-        """Mask of the entries that moved."""
+        """Return the mask of the entries other than 0, which fine-tuning has changed."""
         return Mask({name: tensor != 0 for name, tensor in self.tensors.items()})
 
     def apply_to(self, module: nn.Module, scale: float = 1.0) -> None:
         """Add ``scale`` times the vector to a module's parameters, in place.
 
         Raises:
-            ConfigurationError: if the module lacks parameters or has other shapes; it stays unchanged.
+            ConfigurationError: if the module lacks parameters or has other shapes; it does not change then.
         """
         space = _space(module, list(self.shapes))
         if space.fingerprint() != self.fingerprint():
             own = dict(module.named_parameters())
             differing = [name for name, shape in self.shapes.items() if own[name].shape != shape]
             raise ConfigurationError(
-                f"the task vector does not fit {type(module).__name__}: other shapes of "
-                f"{some(differing)}"
+                f"the task vector does not fit {type(module).__name__}: the shapes of {some(differing)} differ: give "
+                "the architecture from which it was made"
             )
         space.write(space.read().add_(self.vector.to(space.device, space.dtype), alpha=scale))
 
@@ -154,8 +153,8 @@ def merge(tasks: Iterable[TaskVector], weights: Sequence[float] | None = None) -
     weights = [1.0] * len(tasks) if weights is None else weights
     if not tasks or len(weights) != len(tasks):
         raise ConfigurationError(
-            f"merging needs at least one task vector and a weight for each, got {len(tasks)} "
-            f"vectors and {len(weights)} weights"
+            f"merge needs at least one task vector, and one weight per vector, got {len(tasks)} vectors and "
+            f"{len(weights)} weights"
         )
     total = tasks[0].vector * weights[0]
     for task, weight in zip(tasks[1:], weights[1:], strict=True):
@@ -170,8 +169,7 @@ def check_same_parameters(one: TaskVector, other: TaskVector) -> None:
         names = one.shapes.keys() | other.shapes.keys()
         differing = sorted(n for n in names if one.shapes.get(n) != other.shapes.get(n))
         raise ConfigurationError(
-            "task vectors must be over the same parameters, these differ in "
-            f"{some(differing) or 'their order'}"
+            f"task vectors must be of the same parameters, and these differ in {some(differing) or 'their order'}"
         )
 
 
