@@ -47,9 +47,6 @@ class KMeans(LightningModule):
         optimizer: makes the optimizer of the centroids; SGD at rate 1 is Lloyd's step.
         seed: seed of the common start; the run's seed if None.
 
-    Raises:
-        ConfigurationError: for counts below 1.
-
     Example:
         >>> model = KMeans(num_clusters=2, num_features=1, start="common", seed=0)
         >>> _ = model.centroids.data.copy_(torch.tensor([[0.0], [9.0]]))

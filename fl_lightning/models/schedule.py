@@ -44,9 +44,6 @@ class Schedule:
         final_factor: final factor, in [0, 1]: of a cosine in the round after the last one, and the lower
             bound of an exponential decay.
 
-    Raises:
-        ConfigurationError: if a value is out of its range.
-
     Example:
         >>> schedule = Schedule("cosine", warmup_rounds=1)
         >>> [round(schedule.factor(t, 4), 2) for t in range(4)]

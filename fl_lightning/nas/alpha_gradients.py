@@ -143,9 +143,6 @@ class Reward(AlphaGradient):
         best_of: number of architectures that are drawn by softmax(α) when the search ends, at least 1. The
             most accurate of them on training examples, in the shared weights, is the result; with 1 the
             most probable architecture is.
-
-    Raises:
-        ConfigurationError: if a setting is out of range.
     """
 
     def __init__(self, decay: float = 0.95, entropy_weight: float = 1e-4, best_of: int = 1) -> None:
@@ -202,9 +199,6 @@ class LogPenalty(Penalty):
         reference: r, in the unit of the cost, above 1.
         scale: α, above 0.
         exponent: β, at least 0.
-
-    Raises:
-        ConfigurationError: if a setting is out of range.
     """
 
     reference: float = math.e
@@ -235,9 +229,6 @@ class LinearPenalty(Penalty):
         reference: r, in the unit of the cost, above 0; the target of ``absolute``.
         weight: λ, at least 0.
         absolute: whether costs below the reference are penalised like costs above it, by |E - r|.
-
-    Raises:
-        ConfigurationError: if a setting is out of range.
     """
 
     reference: float

@@ -96,9 +96,6 @@ class OneShot(SharedWeights):
         most_of_clients: largest sub-network that a client's site allows, by client; `capability` may limit
             the client further.
 
-    Raises:
-        ConfigurationError: for values out of range.
-
     Example:
         >>> from fl_lightning.nas.spaces.resnet import small_resnet
         >>> net = OneShot(small_resnet(), num_classes=10, seed=0)

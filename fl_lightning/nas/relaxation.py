@@ -269,9 +269,6 @@ class PartialChannels(Relaxation):
             2 for ImageNet.
         edge_weights: whether edges have logits β; False with ``part=1`` is DARTS.
         alpha_from: fraction of the search, in [0, 1], in which α and β do not move.
-
-    Raises:
-        ConfigurationError: if a setting is out of its range.
     """
 
     draws = False

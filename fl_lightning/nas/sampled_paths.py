@@ -86,9 +86,6 @@ class HardGumbel(Relaxation):
         last_temperature: temperature τ at the end, above 0.
         others: gradient of α for operations that are not drawn. ``bare``: as if their output were ones (the
             released code). ``all``: from their output, for which all operations run. ``none``: zero.
-
-    Raises:
-        ConfigurationError: if a temperature is not above 0 and finite.
     """
 
     def __init__(
@@ -120,9 +117,6 @@ class SoftGumbel(Relaxation):
         decay: factor of τ per epoch, in (0, 1].
         num_epochs: number of epochs (rounds) over which τ falls; a run of another length is scaled to it.
         alpha_from: fraction of the search, in [0, 1], in which α does not move; 10 of 90 epochs in FBNet.
-
-    Raises:
-        ConfigurationError: if a setting is out of range.
     """
 
     def __init__(

@@ -80,9 +80,6 @@ class HeadFit(ABC):
         regularisation: λ, above 0; not applied to the bias.
         labels: returns the labels (B,) of a batch.
         logits: runs the module, including the head, on a batch.
-
-    Raises:
-        ConfigurationError: if an option is out of range.
     """
 
     regularisation: float = 1.0
@@ -196,9 +193,6 @@ class LinearHead(HeadFit):
         labels: returns the labels (B,) of a batch.
         logits: runs the module, including the head, on a batch.
 
-    Raises:
-        ConfigurationError: if an option is out of range.
-
     Example:
         >>> x, y = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.tensor([0, 0, 1, 1])
         >>> head = LinearHead(regularisation=0.1).fit([(x, y)], 1, 2)
@@ -276,9 +270,6 @@ class RidgeHead(OneExchange):
         temperature: number above 0 by which weight and bias are divided; 1 is the plain regression.
         labels: returns the labels (B,) of a batch.
         logits: runs the module, including the head, on a batch.
-
-    Raises:
-        ConfigurationError: if an option is out of range.
 
     Example:
         >>> x, y = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.tensor([0, 0, 1, 1])

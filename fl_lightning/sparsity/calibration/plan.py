@@ -34,9 +34,6 @@ class CalibrationPlan:
             last one drops entries by the sum of the scores.
         soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 is off.
         per_tensor: whether every tensor has the same density, instead of one threshold over all.
-
-    Raises:
-        ConfigurationError: if an option is out of range.
     """
 
     density: float | None = None

@@ -37,9 +37,6 @@ class Scoring:
         memory_limit: bytes of gradients of single examples in memory at a time, without activations. If
             None, 64 MiB on a CPU, where gradients beyond its caches are slower than one example after the
             other, and 2 GiB on an accelerator. With 1, examples are scored one by one.
-
-    Raises:
-        ConfigurationError: if an option is out of range.
     """
 
     quantity: Scored = log_probabilities
