@@ -46,7 +46,7 @@ _Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Perplexity(Metric):
-    """The exponential of a mean negative log-likelihood per token.
+    """Exponential of the mean negative log-likelihood per token.
 
     Example:
         >>> perplexity = Perplexity()
@@ -76,7 +76,7 @@ class Perplexity(Metric):
 
 
 class CausalLM(LightningModule):
-    """A causal language model; a batch is a dict as `fl_lightning.data.Completions` makes it.
+    """Causal language model; a batch is a dict as that of `fl_lightning.data.Completions`.
 
     ``input_ids`` and ``labels`` have shape (B, L); a label of -100 is not predicted. ``attention_mask``, or
     ``position_ids`` of a packed batch, is passed to the model.
@@ -132,7 +132,7 @@ class CausalLM(LightningModule):
         super().__init__()
         if freeze_a and adapter is None:
             raise ConfigurationError(
-                "CausalLM: freeze_a is about adapters: give adapter, e.g. {r: 8}"
+                "model.freeze_a is for adapters, and model.adapter is not set: set it, e.g. to {r: 8}"
             )
         base: Any = build_causal_lm(network, four_bit, dtype, attention, seed)
         self.base_name = network if isinstance(network, str) else type(base).__name__
@@ -198,8 +198,8 @@ class CausalLM(LightningModule):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if self._prompts and getattr(data, "tokenizer", None) is None:
             raise ConfigurationError(
-                "CausalLM: prompts need a data module with a tokenizer, as that of Completions: leave "
-                "prompts out, or give the data module an attribute tokenizer"
+                "model.prompts need a data module with a tokenizer, such as that of Completions: leave them out, or "
+                "give the data module an attribute tokenizer"
             )
 
     def on_validation_end(self) -> None:
@@ -275,7 +275,7 @@ class CausalLM(LightningModule):
         return digest.hexdigest()
 
     def will_change(self, names: Iterable[str]) -> None:
-        """Record the names of frozen weights that an aggregator changes, so that checkpoints include these weights."""
+        """Record frozen weights that an aggregator changes, so that checkpoints include them."""
         _ = self.base_hash  # computed before the change
         self._changed |= self._frozen & set(names)
 

@@ -35,24 +35,24 @@ MOST_PIXELS = 16_384
 
 
 class ImageClassifier(LightningModule):
-    """Classify images: a batch is images (B, in_chans, H, W) and labels (B,).
+    """Image classifier; a batch is images (B, in_chans, H, W) and labels (B,).
 
     Freezing only stops parameters from training: dropout in a frozen block stays active, and a frozen
     batch norm still updates its running statistics.
 
     Args:
         network: a name of timm, ``"lenet"`` or ``"mcmahan_cnn"``; or a module of your own from images
-            to logits, to which the options of networks by name do not apply.
+            to logits, for which `pretrained`, `drop_rate` and `network_kwargs` are not available.
         num_classes: length of the output, at least 2.
         in_chans: channels of the images.
         image_size: height and width in pixels, for networks that are built for one size (ViTs, our
             CNNs); others ignore it. None is the network's default size.
-        pretrained: download the weights of the timm name.
-        checkpoint_path: load the backbone from a local file instead; see `load_backbone`.
-        drop_rate: dropout before the classifier, a fraction in [0, 1).
-        label_smoothing: label smoothing of the training loss, a fraction in [0, 1).
-        freeze_blocks: freeze the embeddings and this many first blocks of a vision transformer.
-        freeze_backbone: freeze everything but the classifier.
+        pretrained: whether timm downloads the weights of this name.
+        checkpoint_path: path of a file with the weights of the backbone; see `load_backbone`.
+        drop_rate: dropout rate before the classifier, in [0, 1).
+        label_smoothing: label smoothing of the training loss, in [0, 1).
+        freeze_blocks: number of first blocks of a vision transformer to freeze; if above 0, embeddings too.
+        freeze_backbone: whether to freeze all but the classifier.
         network_kwargs: further arguments of the network, e.g. embed_dim, depth, num_heads.
         optimizer: makes the optimizer of the trainable parameters; SGD with rate 0.01 and momentum 0.9
             if None. A class named in YAML has its own defaults.
@@ -98,15 +98,15 @@ class ImageClassifier(LightningModule):
         )
         if pretrained and checkpoint_path is not None:
             raise ConfigurationError(
-                "pretrained and checkpoint_path name two sources of weights, give one"
+                "model.pretrained and model.checkpoint_path are two sources of weights: leave one out"
             )
         named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
         arguments = _merge(named, network_kwargs or {})
         if isinstance(network, nn.Module):
             if pretrained or drop_rate or network_kwargs:
                 raise ConfigurationError(
-                    "pretrained, drop_rate and network_kwargs are for networks by name: give them to "
-                    "your own network itself"
+                    "pretrained, drop_rate and network_kwargs are for networks by name, and model.network is a "
+                    "module: leave them out, and give them to the module itself"
                 )
             self.network = network
         else:
@@ -136,11 +136,7 @@ class ImageClassifier(LightningModule):
         return features
 
     def check_batch(self, batch: Any) -> None:
-        """Check images and labels of a batch; `Federation` calls this before it trains.
-
-        Raises:
-            ConfigurationError: if channels, size or labels do not fit the model.
-        """
+        """Raise ConfigurationError if a batch does not fit the model; `Federation` calls this before training."""
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             return
         images, labels = batch

@@ -31,17 +31,17 @@ SCORES = "homogeneity", "completeness", "v_measure", "adjusted_rand"
 
 
 class KMeans(LightningModule):
-    """Cluster vectors: a batch is vectors (B, …), or a tuple of vectors and labels.
+    """k-means clustering; a batch is vectors (B, …), or a tuple of vectors and labels.
 
     A local step is Lloyd's step on its batch: set the batch size to at least the largest shard for Lloyd's
-    step on the whole shard. A cluster without members does not move. The centroids are an ordinary
-    parameter; the buffer ``cluster_sizes`` has the number of members in the last step, so that it is part
-    of a client's update.
+    step on the whole shard. A cluster without members does not move. The centroids are a parameter; the
+    buffer ``cluster_sizes`` has the number of members in the last step, so that it is part of a client's
+    update.
 
     Args:
-        num_clusters: number of clusters k ≥ 1.
-        num_features: length of a vector, ≥ 1.
-        start: ``clients``: in the first round every client draws its start from its own examples
+        num_clusters: number of clusters k, at least 1.
+        num_features: length of a vector, at least 1.
+        start: ``clients``: in the first round every client draws initial centroids from its own examples
             (k-means++), which needs the aggregator `ClusterFedAvg`; or ``common``: standard normal draws,
             equal for all clients, for standardised features.
         optimizer: makes the optimizer of the centroids; SGD at rate 1 is Lloyd's step.
@@ -86,7 +86,7 @@ class KMeans(LightningModule):
         return torch.cdist(vectors.flatten(1), self.centroids).argmin(1)
 
     def means(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the clusters' means (k, d), or the centroid of an empty cluster, and sizes (k,)."""
+        """Return the means (k, d) of the clusters, with the centroids of empty ones, and their sizes (k,)."""
         members = nn.functional.one_hot(self(vectors), len(self.centroids)).to(vectors.dtype)
         sizes, sums = members.sum(0), members.T @ vectors.flatten(1)
         means = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp(min=1), self.centroids)
@@ -98,8 +98,7 @@ class KMeans(LightningModule):
         length = vectors.flatten(1).shape[1]
         if length != given:
             raise ConfigurationError(
-                f"model.num_features is {given}, and the vectors have {length} numbers: set "
-                "num_features to the length of the data's vectors"
+                f"model.num_features is {given}, and the vectors have {length} numbers: set num_features to {length}"
             )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -127,7 +126,7 @@ class KMeans(LightningModule):
         self._evaluate("test", self.test_scores, batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return cluster numbers (B,)."""
+        """Return the number of the cluster of every vector, shape (B,)."""
         return self(_parts(batch)[0])  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Optimizer:

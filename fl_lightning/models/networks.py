@@ -14,6 +14,7 @@ from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.modules import head_names
+from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
 from fl_lightning.models.cnn import LeNet, McMahanCNN
 
 _OURS: dict[str, type[nn.Module]] = {"lenet": LeNet, "mcmahan_cnn": McMahanCNN}
@@ -27,8 +28,8 @@ def build_network(
 
     Args:
         name: a name of timm, ``"lenet"`` or ``"mcmahan_cnn"``.
-        pretrained: whether timm downloads the weights of the name.
-        image_size: size in pixels, for networks built for one size; None for their default.
+        pretrained: whether timm downloads the weights of this name.
+        image_size: size in pixels, for networks that are built for one size; their default if None.
         arguments: arguments of the network's constructor.
 
     Raises:
@@ -52,7 +53,7 @@ def _build_ours(
         return _OURS[name](**arguments, **size)
     except TypeError as error:
         raise ConfigurationError(
-            f"network_kwargs: {name!r} does not have such an argument: {error}"
+            f"network_kwargs: {name!r} does not have such an argument: {error}. Leave it out"
         ) from error
 
 
@@ -123,15 +124,15 @@ def _check_patches(name: str, network: nn.Module, image_size: int | None) -> Non
 
 
 def freeze(network: nn.Module, freeze_blocks: int, freeze_backbone: bool) -> None:
-    """Freeze parameters of a network.
+    """Freeze parameters of a network, in place.
 
     Args:
-        network: the network; changed in place.
-        freeze_blocks: freeze the embeddings and this many first blocks of a vision transformer.
-        freeze_backbone: freeze everything but the classifier.
+        network: the network.
+        freeze_blocks: number of first blocks of a vision transformer to freeze; if above 0, embeddings too.
+        freeze_backbone: whether to freeze all but the classifier.
 
     Raises:
-        ConfigurationError: if there are no such blocks.
+        ConfigurationError: if the network has fewer blocks.
     """
     blocks = getattr(network, "blocks", None)
     is_transformer = blocks is not None and hasattr(network, "patch_embed")
@@ -160,7 +161,7 @@ def build_causal_lm(
     attention: str | None,
     seed: int,
 ) -> nn.Module:
-    """Load a causal language model by name, or make it with random weights from a configuration.
+    """Return a causal language model: a given one, by name with its weights, or random by a configuration.
 
     Raises:
         ConfigurationError: if there is no such model or option.
@@ -183,7 +184,9 @@ def build_causal_lm(
             model = _extra("peft").prepare_model_for_kbit_training(model)
         return model
     if four_bit:
-        raise ConfigurationError("CausalLM: four_bit loads saved weights: give network as a name")
+        raise ConfigurationError(
+            "model.four_bit loads saved weights, and model.network is a configuration: give a name or a folder"
+        )
     model = _random(transformers, network, chosen, seed)
     return model if dtype == "auto" else model.to(numbers)
 
@@ -191,7 +194,7 @@ def build_causal_lm(
 def _random(
     transformers: Any, network: dict[str, Any], chosen: dict[str, str], seed: int
 ) -> nn.Module:
-    """Make a model with random weights from a configuration."""
+    """Return a model with random weights, by a configuration."""
     options = dict(network)
     kind = options.pop("model_type", None)
     known = transformers.CONFIG_MAPPING
@@ -203,8 +206,8 @@ def _random(
         )
     _check_options("model.network", options, known[kind])
     config = _explained("model.network", lambda: known[kind](**options))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with preserve_global_generators():  # those of GPUs too
+        seed_global_generators(seed)
         load = transformers.AutoModelForCausalLM.from_config
         model: nn.Module = _explained(f"model.network: {kind}", lambda: load(config, **chosen))
     return model
@@ -212,7 +215,7 @@ def _random(
 
 def _quantised(transformers: Any) -> dict[str, Any]:
     if find_spec("bitsandbytes") is None:
-        raise ConfigurationError("CausalLM: four_bit needs bitsandbytes: pip install bitsandbytes")
+        raise ConfigurationError("model.four_bit needs bitsandbytes: pip install bitsandbytes")
     return {
         "quantization_config": transformers.BitsAndBytesConfig(
             load_in_4bit=True,
@@ -227,7 +230,7 @@ def add_adapters(base: nn.Module, adapter: Any) -> nn.Module:
     """Return a model with adapters.
 
     Raises:
-        ConfigurationError: if peft refuses an option.
+        ConfigurationError: if peft rejects an option.
     """
     peft = _extra("peft")
     if isinstance(adapter, Mapping):
@@ -254,16 +257,18 @@ def _check_options(option: str, given: Mapping[str, Any], config: type) -> None:
 
 
 def freeze_a_factors(network: nn.Module) -> None:
-    """Freeze the factors A of LoRA's adapters, so that only the factors B train.
+    """Freeze the factors A of LoRA adapters, so that only the factors B train.
 
     Raises:
-        ConfigurationError: if there are no factors A.
+        ConfigurationError: if the adapters have no factor A.
     """
     a_of_layers = "lora_A.", "lora_embedding_A."
     parameters = network.named_parameters()
     frozen = [p for name, p in parameters if any(part in name for part in a_of_layers)]
     if not frozen:
-        raise ConfigurationError("CausalLM: freeze_a needs LoRA's adapters, and adapter makes none")
+        raise ConfigurationError(
+            "model.freeze_a is for LoRA adapters, and model.adapter makes others: leave freeze_a out"
+        )
     for parameter in frozen:
         parameter.requires_grad_(False)
 
@@ -278,7 +283,7 @@ def _extra(package: str) -> Any:
 
 
 def _explained(option: str, make: Callable[[], Any]) -> Any:
-    """Call a function of another library; its errors become a ConfigurationError that names the option."""
+    """Return the result of another library; its errors become a ConfigurationError that names the option."""
     try:
         return make()
     except Exception as error:  # both libraries have errors of many kinds
