@@ -109,7 +109,7 @@ def test_what_has_no_hessian_is_refused():
         StopAtCollapse(window=0)
     with pytest.raises(ConfigurationError, match="ratio"):
         StopAtCollapse(ratio=1.0)
-    with pytest.raises(ConfigurationError, match="HardGumbel draws"):
+    with pytest.raises(ConfigurationError, match="HardGumbel, which draws"):
         rounds_of(
             supernet(TwoLayers(), HardGumbel()),
             data(vectors(), 3, 60),
