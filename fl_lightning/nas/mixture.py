@@ -317,25 +317,25 @@ def check_rule(
     table: str | None,
     selection: Selection,
 ) -> None:
-    """Raise ConfigurationError if a space or a rule does not go together with another part of a search."""
+    """Raise ConfigurationError for options of a search that exclude each other."""
     if table is not None and not isinstance(space, NASBench201):
         raise ConfigurationError(
-            f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
+            f"model.table has results of NAS-Bench-201, and model.space is {space.name}: leave the table out"
         )
     if isinstance(rule, PartialChannels) and not space.has_shapes:
         raise ConfigurationError(
-            f"model.rule PartialChannels makes layers of fewer channels, and those of {space.name} are made "
-            "by functions of yours: use Softmax, HardGumbel or another rule"
+            f"model.rule PartialChannels needs layers with fewer channels, and those of {space.name} are made by your "
+            "functions: use Softmax, HardGumbel or another rule"
         )
     if isinstance(rule, SinglePath) and not isinstance(learn, Reward):
         raise ConfigurationError(
-            "model.rule SinglePath gives alpha no gradient, so that it would keep its random start: set "
-            "model.learn to fl_lightning.nas.Reward, or use BinaryGates or HardGumbel"
+            "model.rule SinglePath has no gradient of alpha, which would not change: set model.learn to "
+            "fl_lightning.nas.Reward, or use BinaryGates or HardGumbel"
         )
     if isinstance(learn, Reward) and penalty is not None:
         raise ConfigurationError(
-            f"model.penalty {type(penalty).__name__} adds to a loss, and model.learn Reward learns from accuracy "
-            "alone: leave one of them out"
+            f"model.penalty {type(penalty).__name__} is part of a loss, and model.learn Reward uses accuracy instead of "
+            "a loss: leave one of them out"
         )
     if selection == "perturbation" and (rule.draws or isinstance(learn, Reward)):
         part = type(rule if rule.draws else learn).__name__
@@ -344,7 +344,7 @@ def check_rule(
             "networks: use Softmax or PartialChannels with Gradient, or selection: alpha"
         )
     if alpha_draws > 1 and (not rule.draws or isinstance(rule, BinaryGates)):
-        why = "shifts the pair of each draw" if rule.draws else "draws nothing: all would be equal"
+        why = "shifts logits after every draw" if rule.draws else "draws nothing"
         raise ConfigurationError(
-            f"alpha_draws is {alpha_draws}, and {type(rule).__name__} {why}: leave it at 1"
+            f"model.alpha_draws is {alpha_draws}, and model.rule {type(rule).__name__} {why}: set it to 1"
         )

@@ -348,13 +348,7 @@ def _check_length(max_epochs: int | None) -> None:
 
 
 def _check_turns(alpha_every: int, num_steps: float, what: str) -> None:
-    """Raise ConfigurationError if a round (epoch) is too short for a step of α.
-
-    Args:
-        alpha_every: number of steps from one step of α to the next.
-        num_steps: number of steps per round (epoch).
-        what: name of `num_steps` for the message.
-    """
+    """Raise ConfigurationError if a round (epoch) has too few steps for one of α; `what` names their number."""
     if num_steps < alpha_every:
         raise ConfigurationError(
             f"model.alpha_every is {alpha_every}, and {what} is {num_steps:g}: alpha would never move. "
@@ -382,11 +376,6 @@ def _check_reach(module: Any, num_steps: float, num_rounds: int) -> None:
 
     Runs of a single round or of fewer than 10 steps, which try a configuration, are not checked; nor are
     those with ``selection: perturbation``, with a held α, or whose initial α is already decided.
-
-    Args:
-        module: the `Supernet`.
-        num_steps: number of steps of α in the run.
-        num_rounds: number of rounds (epochs).
     """
     optimizer = module.new_architecture_optimizer(list(module.alphas.values()))
     has_moments = "betas" in optimizer.defaults  # of Adam's kind

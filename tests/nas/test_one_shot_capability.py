@@ -142,7 +142,9 @@ def test_a_budget_that_is_no_amount_is_refused(budget, tmp_path):
         DeviceClasses([float(budget), 1.0])
     path = tmp_path / "budgets.csv"
     path.write_text(f"client,budget\n0,1\n1,{budget}\n")
-    with pytest.raises(ConfigurationError, match=f"above 0 and finite, and that of client 1 is {budget}"):
+    with pytest.raises(
+        ConfigurationError, match=f"above 0 and finite, and that of client 1 is {budget}"
+    ):
         BudgetTable(str(path)).budgets(2)
 
 

@@ -274,7 +274,7 @@ class TwoLabels(nn.Module):
         ),
         (
             lambda: Supernet(LAYERS, PartialChannels(), num_classes=2, in_channels=1),
-            "PartialChannels makes layers of fewer channels",
+            "PartialChannels needs layers with fewer channels",
         ),
     ],
 )

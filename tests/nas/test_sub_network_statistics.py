@@ -94,7 +94,7 @@ def test_recalibration_mends_an_evaluation_with_anothers_statistics():
 def test_sums_of_different_sub_networks_do_not_add():
     network = supernet()
     left, right = (sums_of(network, part, batches([4])) for part in (SPACE.smallest, SPACE.largest))
-    with pytest.raises(ConfigurationError, match="their sizes differ"):
+    with pytest.raises(ConfigurationError, match="they are of different sub-networks"):
         add_sums(left, right)
 
 

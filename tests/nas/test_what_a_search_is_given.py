@@ -44,7 +44,7 @@ class Waiting(Softmax):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rule": SinglePath()}, r"model\.rule SinglePath gives alpha no gradient"),
+        ({"rule": SinglePath()}, r"model\.rule SinglePath has no gradient of alpha"),
         (
             {"learn": Reward(), "penalty": LogPenalty(10.0)},
             r"model\.penalty LogPenalty adds to a loss",

@@ -70,9 +70,9 @@ def check_personal(personal: Personalisation | None, network: nn.Module) -> None
     """Raise ConfigurationError for personal models beside the shared one if the network has batch norm."""
     if personal is not None and personal.beside and has_statistics(network):
         raise ConfigurationError(
-            f"federation.personal {type(personal).__name__} gives each client a model beside the shared "
-            "one, and batch norm statistics are recalibrated for the shared one alone: use Personal or "
-            "FineTuned, or a space without batch norm (fl_lightning.nas.ViT)"
+            f"federation.personal {type(personal).__name__} gives each client a model beside the shared one, and "
+            "batch norm statistics are recalibrated for the shared one only: use Personal or FineTuned, or a space "
+            "without batch norm (fl_lightning.nas.ViT)"
         )
 
 
@@ -174,7 +174,9 @@ def add_sums(left: Sums, right: Sums) -> Sums:
     if {name: own.shape for name, own in left.items()} != {
         n: own.shape for n, own in right.items()
     }:
-        raise ConfigurationError("sums of two sub-networks cannot be added: their sizes differ")
+        raise ConfigurationError(
+            "sums of batch norms of different sizes cannot be added: they are of different sub-networks"
+        )
     return {name: own + right[name] for name, own in left.items()}
 
 
