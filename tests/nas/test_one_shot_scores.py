@@ -123,5 +123,7 @@ def test_refusals():
         Network(NASBench201(), cell, num_classes=4, weights="x.ckpt")
     with pytest.raises(ConfigurationError, match="new_head: without weights the whole network is"):
         Network(NASBench201(), cell, num_classes=4, new_head=True)
-    with pytest.raises(ConfigurationError, match="cells: resnet is not made of cells"):
+    with pytest.raises(
+        ConfigurationError, match="cells is for spaces of cells, and resnet is a space"
+    ):
         Network(RESNET, str(RESNET.smallest), num_classes=4, cells=2)
