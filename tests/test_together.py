@@ -33,9 +33,9 @@ from fl_lightning.server import ALIE
 PAGE = ROOT / "docs" / "together.md"
 HEAD = """# What goes together
 
-A part of a run says what it needs of a round and what it breaks; two parts conflict where one needs a trait that the
-other breaks. Such a configuration is rejected at start-up, with an error that names both parts and what to do. This page
-is made from the parts themselves.
+A part of a run, such as an aggregator, declares what it needs (traits) and what it breaks. Two parts conflict if one of them
+needs a trait that the other breaks. Such a configuration is rejected at start-up, with an error that names both parts and a
+way out. For each trait, this page lists the parts that need it and the parts that break it. It is generated from the code.
 
 """
 # What a module, its optimizers and masks add.

@@ -49,7 +49,7 @@ class BackdoorSuccess(Callback):
         self._counts = torch.zeros(2)
 
     def count(self, module: torch.nn.Module, batch: Any) -> Tensor:
-        """Number of images classified as the target, and of images that count, float64, shape (2,)."""
+        """Numbers of images of other classes: those classified as the target, and all; float64, shape (2,)."""
         if not is_pair(batch):
             raise ConfigurationError(
                 f"BackdoorSuccess needs batches of images and labels, got {type(batch).__name__}"

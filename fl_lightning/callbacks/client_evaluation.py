@@ -1,9 +1,9 @@
 """Evaluation of the global model, and of personal models, on the held-out examples of every client.
 
-A client's metrics are those that the module logs in its validation or test step, over the client's
-held-out validation or test examples. Over clients, each counted once, they are reported as mean, standard
-deviation, mean of the worst decile and, if no value is negative, Jain's fairness index. Personal models
-(`Federation`'s ``personal``) are evaluated on the same examples.
+A client's metrics are the metrics that the module logs in its validation or test step, computed on the
+client's held-out validation or test examples. Clients count equally in the statistics over clients: mean,
+standard deviation, mean of the worst decile and, if no value is negative, Jain's fairness index. Personal
+models (option ``personal`` of `Federation`) are evaluated on the same examples.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ from fl_lightning.reports.log_file import detail
 from fl_lightning.reports.loggers import log_clients, log_histogram
 from fl_lightning.reports.progress import federation_of
 
-# A metric is better if lower when its name contains one of these.
+# lower values are better for metrics whose names contain one of these
 _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll")
 
 
 class ClientEvaluation(Callback):
     """Evaluates the global model, and personal models, on every client's held-out examples.
 
-    The end of a fit and ``validate`` use the clients' validation examples, ``test`` their test examples,
-    which also are the data module's test set if its source has none.
-    Set ``client_val_fraction`` and ``client_test_fraction`` of `FederatedDataModule`; otherwise clients
-    are not evaluated, and a message says so. Logs ``clients/…`` metrics of the global model,
-    ``personal/…`` metrics of personal models (a client that was never sampled uses the global model), and
-    a histogram over clients; writes ``clients_<stage>.csv`` with one row per client beside the logs.
+    At the end of a fit and in ``validate``, clients are evaluated on their validation examples; in ``test``,
+    on their test examples. Set ``client_val_fraction`` and ``client_test_fraction`` of
+    `FederatedDataModule` to hold examples out; otherwise clients are not evaluated, and a message says so.
+
+    Logs ``clients/…`` metrics of the global model, ``personal/…`` metrics of personal models (a client that
+    was never sampled uses the global model), and a histogram over clients. Writes ``clients_<stage>.csv``
+    with one row per client into the run's folder.
 
     Args:
-        every_n_rounds: also evaluate after every n-th round; 0 evaluates at the end only.
-        max_clients: largest number of clients to evaluate, ≥ 1. If more have held-out examples, the same
-            ones are drawn every time, by the data module's seed. A client takes about a millisecond.
+        every_n_rounds: also evaluate after every n-th round, ≥ 0; 0 evaluates at the end only.
+        max_clients: largest number of clients to evaluate, ≥ 1. If more clients have held-out examples,
+            a sample is drawn by the data module's seed, the same one in every evaluation. A client takes
+            about a millisecond.
         common_test_set: in ``test``, evaluate personal models on the data module's whole test set instead
             of each client's test examples. (``test`` itself evaluates the global model on that set.)
         local_models: after every round, or every n-th with ``every_n_rounds``, also evaluate each
@@ -99,7 +101,7 @@ class ClientEvaluation(Callback):
         self._origin.note(trainer, pl_module, checkpoint)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the metrics that other callbacks monitor, and join the rounds for local models."""
+        """Check the metrics that other callbacks monitor, and add the stage for local models."""
         if stage == "fit":
             self._check_monitors(trainer)
             if self._local is not None:
@@ -110,14 +112,15 @@ class ClientEvaluation(Callback):
             monitor = getattr(callback, "monitor", None) or ""
             every_round = isinstance(callback, EarlyStopping) and callback.strict
             is_there = self.every_n_rounds == 1 or (self.every_n_rounds and not every_round)
-            if monitor.startswith("clients/") and not is_there:
+            if monitor.startswith(("clients/", PERSONAL)) and not is_there:
                 raise ConfigurationError(
-                    f"{type(callback).__name__} monitors {monitor}, and ClientEvaluation has every_n_rounds="
-                    f"{self.every_n_rounds} (0 is only at the end): set its every_n_rounds to 1"
+                    f"{type(callback).__name__} monitors {monitor}, which not every round logs: "
+                    f"ClientEvaluation has every_n_rounds={self.every_n_rounds} (0: only at the end of the "
+                    "fit). Set its every_n_rounds to 1"
                 )
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the table of local models."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepare the evaluation of local models."""
         if self._local is not None:
             self._local.begin(trainer)
 
@@ -130,8 +133,8 @@ class ClientEvaluation(Callback):
             self._report(trainer, pl_module, "validation")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last global model, unless that was done at the end of the last round."""
-        averaging = getattr(callbacks, "WeightAveraging", ())  # it has changed the model since
+        """Evaluate the last global model, unless the last round has already evaluated it."""
+        averaging = getattr(callbacks, "WeightAveraging", ())  # may have changed the model since
         is_new = any(isinstance(one, averaging) for one in trainer.callbacks)  # type: ignore[attr-defined]
         n = self.every_n_rounds
         if is_new or not n or trainer.current_epoch % n:
@@ -162,9 +165,9 @@ class ClientEvaluation(Callback):
         words = f"per-client evaluation ({stage}): {self._origin.words(trainer)}"
         rank_zero_info(words, **detail())
         clients = chosen_clients(data, self.max_clients, examples)
-        if data.evaluated_by is not None:  # remote clients evaluate by themselves
+        if data.evaluated_by is not None:  # remote clients, which sites evaluate
             found = data.evaluated_by(stage, clients.tolist())
-        else:  # each process has its share of the clients
+        else:  # each process evaluates a part of the clients
             found = evaluate_clients(trainer, data, stage, clients, examples, models=models)
         self._write(trainer, stage, examples, found)
 
@@ -179,8 +182,8 @@ class ClientEvaluation(Callback):
         values = dict(sorted(p for share in Ranks(trainer).gather(found) for p in share.items()))
         if not values and trainer.datamodule.evaluated_by is None:  # type: ignore[attr-defined]
             rank_zero_warn(
-                f"per-client evaluation: no client has a metric. Log in {stage}_step: a client's metrics are what "
-                f"that step logs on its examples, and on_{stage}_epoch_end is of all examples"
+                f"per-client evaluation: no client has a metric, because {stage}_step logs none. Call self.log "
+                f"in {stage}_step: on_{stage}_epoch_end logs metrics of all examples, not of single clients"
             )
         self.per_client = {
             client: {name: float(value) for name, value in metrics.items()}
@@ -195,7 +198,7 @@ class ClientEvaluation(Callback):
         for name in sorted({name for metrics in values.values() for name in metrics}):
             per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
             key = name if name.startswith(PERSONAL) else f"clients/{name}"
-            logs |= _told(name, key, per_client)
+            logs |= _statistics(name, key, per_client)
             log_histogram(trainer, key, per_client, step=step)
         if self.client_curves and is_fit:
             log_clients(trainer, self.per_client, step=step)
@@ -225,8 +228,8 @@ def _why_not(
     return data.leakage
 
 
-def _told(name: str, key: str, values: Tensor) -> dict[str, float]:
-    """Print a metric's statistics over clients, and return them by name, such as ``clients/val_loss_mean``."""
+def _statistics(name: str, key: str, values: Tensor) -> dict[str, float]:
+    """Log a metric's statistics over clients, and return them by name, such as ``clients/val_loss_mean``."""
     higher_is_better = not any(part in name.lower() for part in _LOWER_IS_BETTER)
     worst = float(worst_decile(values, higher_is_better=higher_is_better))
     mean, std = float(values.mean()), float(values.std(correction=0))
@@ -253,7 +256,7 @@ def _save(path: Path, values: Mapping[int, Mapping[str, float]], examples: Clien
 
 
 def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
-    """Mean over the worst tenth of the clients, at least one; nan is worst of all.
+    """Mean over the worst tenth of the clients, at least one client; NaN is worse than any number.
 
     Example:
         >>> worst_decile(torch.linspace(0, 1, 20), higher_is_better=True)

@@ -1,11 +1,13 @@
-"""Evaluation of clients' local models after local training, on the common test set, in every round.
+"""Evaluation of the clients' models after local training, on the common test set.
 
-local model of client k = model at the start of the round - Δ_k,  with personal parameters if it has any
+    local model of client k = model at the start of the round - Δ_k
+
+It includes the client's personal parameters, if there are any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,7 +40,7 @@ GLOBAL = "global"  # in the column of clients, for the global model
 
 
 class LocalModels(Stage):
-    """Keeps the local models of a round in memory, and evaluates them and the new global model.
+    """Evaluates the local models of a round, which it keeps in memory, and the new global model.
 
     Args:
         every_n_rounds: number of rounds between two evaluations, ≥ 1.
@@ -50,10 +52,11 @@ class LocalModels(Stage):
 
     def __init__(self, every_n_rounds: int) -> None:
         self._every = every_n_rounds
+        self._is_due = False  # whether the current round is evaluated
         self._models: dict[int, tuple[Tensor, Tensor]] = {}
 
     def join(self, trainer: Trainer) -> None:
-        """Add this object to the rounds of a fit as a stage.
+        """Add this stage to a Trainer's federation.
 
         Raises:
             ConfigurationError: if there is no federation, or the data have no clients.
@@ -62,19 +65,21 @@ class LocalModels(Stage):
         data = trainer.datamodule  # type: ignore[attr-defined]
         if federation is None or not isinstance(data, FederatedDataModule):
             raise ConfigurationError(
-                "ClientEvaluation(local_models=True) evaluates models that clients of a federation have "
-                "trained: add a Federation, or leave local_models out"
+                "ClientEvaluation(local_models=True) evaluates the clients' models, and this run has no "
+                "clients: add a Federation and a FederatedDataModule, or leave local_models out"
             )
         federation.add(self)
 
     def begin(self, trainer: Trainer) -> None:
-        """Set up the test set, and choose the path of the table."""
+        """Set up the test set, and drop rows of later rounds from the table; every process must call this."""
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         data.setup("test")
         self._examples = common_test_examples(trainer, data)
         folder = Path(run_folder(trainer))  # a collective operation: every process must call it
         keeps = trainer.logger is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._path = folder / TABLE if keeps else None
+        if trainer.is_global_zero and self._path is not None and self._path.exists():
+            _write(self._path, trainer.current_epoch)
 
     @override
     def enter(self, run: Run) -> None:
@@ -83,12 +88,13 @@ class LocalModels(Stage):
     @override
     def open(self, round_index: int, model: object) -> None:
         self._models.clear()
+        self._is_due = (round_index + 1) % self._every == 0
 
     @override
     def up(self, upload: Upload) -> Iterable[Upload]:
-        # before updates are compressed
+        # this stage comes before compression
         model = upload.start.model
-        for update in upload.made:
+        for update in upload.made if self._is_due else ():
             # clients may keep all buffers, or send a part
             has_buffers = update.buffers.numel() == model.buffers.numel()
             buffers = update.buffers if has_buffers else model.buffers
@@ -97,7 +103,7 @@ class LocalModels(Stage):
 
     @contextmanager
     def _loaded(self, client: int) -> Iterator[None]:
-        """Loads a client's local model into the module inside this block."""
+        """Load a client's local model into the module inside this block."""
         local, federation = self._run.local, federation_of(self._run.trainer)
         assert federation is not None
         personal = federation.personal_models(self._run.trainer)
@@ -113,10 +119,10 @@ class LocalModels(Stage):
                 local.buffers.write(before.buffers)
 
     def report(self, trainer: Trainer) -> None:
-        """Evaluate the models of the round that has ended, in every n-th round."""
-        number = trainer.current_epoch + 1
-        if number % self._every:
+        """Evaluate the models of the round that has ended, if it is an n-th one."""
+        if not self._is_due:
             return
+        number = trainer.current_epoch + 1
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         # the common test set serves every client, also one without training examples
         evaluated = partial(
@@ -140,7 +146,10 @@ class LocalModels(Stage):
     ) -> None:
         logs = {f"{GLOBAL}/{name}": float(value) for name, value in whole.items()}
         for name, value in whole.items():
-            values = torch.stack([own[name] for own in clients.values() if name in own]).double()
+            found = [own[name] for own in clients.values() if name in own]
+            if not found:  # a round without updates
+                continue
+            values = torch.stack(found).double()
             mean, std = float(values.mean()), float(values.std(correction=0))
             logs |= {f"local/{name}_mean": mean, f"local/{name}_std": std}
             rank_zero_info(
@@ -155,15 +164,15 @@ class LocalModels(Stage):
                 {"round": number, "client": c} | {n: float(v) for n, v in own.items()}
                 for c, own in named.items()
             ]
-            _write(self._path, number, rows)
+            _write(self._path, number - 1, rows)
 
 
-def _write(path: Path, number: int, rows: list[dict[str, Any]]) -> None:
-    """Write a round's rows after those of earlier rounds; rows of later rounds are dropped."""
+def _write(path: Path, completed: int, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Drop the rows of a table after a number of completed rounds, and append rows."""
     import pandas  # half a second to import
 
-    table = pandas.DataFrame(rows)
+    tables = [pandas.DataFrame(rows)] if rows else []
     if path.exists():
         before = pandas.read_csv(path, dtype=str)  # as text, so that digits do not change
-        table = pandas.concat([before[before["round"].astype(int) < number], table])
-    write_whole(path, table.to_csv(index=False))
+        tables.insert(0, before[before["round"].astype(int) <= completed])
+    write_whole(path, pandas.concat(tables).to_csv(index=False))

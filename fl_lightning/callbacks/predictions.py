@@ -19,11 +19,11 @@ from fl_lightning.federation import own_run_folder
 class Predictions(Callback):
     """Writes the predictions for all data loaders into the run's folder.
 
-    If every batch's prediction is a tensor of one or two axes, e.g. classes or probabilities,
-    ``predictions.csv`` has one row per example, in the loader's order: number of the loader, number of
-    the row in the loader, prediction. Otherwise ``predictions.pt`` has a list of batches per loader, for
-    ``torch.load``. Each process writes its own file. An existing file is not overwritten: the next one is
-    ``predictions_1.csv``.
+    If the predictions of all batches are tensors with one or two axes, e.g. classes or probabilities,
+    ``predictions.csv`` has one row per example, in the loader's order, with the number of the loader, the
+    number of the example in the loader, and the prediction. Otherwise ``predictions.pt`` has a list of
+    batches per loader, for ``torch.load``. Each process writes its own file. An existing file is not
+    overwritten: the next one is ``predictions_1.csv``.
 
     Attributes:
         path: path of the file; None before it is written.

@@ -18,7 +18,7 @@ from fl_lightning.federation import ClientExamples, StepOf, evaluate_clients, li
 class Retention(Callback):
     """Logs ``retention/val/…`` and ``retention/test/…``: the module's metrics on an earlier task.
 
-    Every validation or test of the new task is followed by one on the validation or test set of the
+    Each validation or test of the run is followed by an evaluation on the validation or test set of the
     earlier task. Other metrics of the run do not change.
 
     Args:

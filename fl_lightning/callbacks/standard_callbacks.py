@@ -24,7 +24,7 @@ def standard_callbacks(
     is_federated: bool = True,
     report: bool = True,
 ) -> list[Callback]:
-    """Callbacks that the command line adds to every run, for a Trainer in Python.
+    """Return the callbacks that the command line adds to every run, for a Trainer in Python.
 
     They show an overview before the first round and a progress bar of rounds, and write ``run.log``, the
     partition as picture and table, every client's metrics at the end, ``last.ckpt`` after every round, a
@@ -58,9 +58,9 @@ def standard_callbacks(
     watchers.append(ResultsTable())
     if report:
         watchers.append(RunReport())
-    done = [kind for kind in _ONE_EACH for old in given if isinstance(old, kind)]
-    news = [new for new in watchers if not isinstance(new, tuple(done))]
-    # tables and reports come last, because they show metrics of the other callbacks
+    given_kinds = [kind for kind in _ONE_EACH for old in given if isinstance(old, kind)]
+    news = [new for new in watchers if not isinstance(new, tuple(given_kinds))]
+    # tables and reports come last, because they show metrics that the other callbacks log
     return sorted(
         [*given, *news], key=lambda callback: isinstance(callback, ResultsTable | RunReport)
     )

@@ -1,8 +1,8 @@
-"""Charts of a report: panels drawn by matplotlib, written as PNG and SVG files and inline into a page.
+"""Charts of a report, drawn by matplotlib: PNG and SVG files, and SVG in an HTML page.
 
-A chart is a title and a panel, a function that draws on matplotlib axes; several charts are panels by title.
-They are drawn in the colours of the light theme. In a page each colour becomes a CSS variable, so that the
-same drawing also suits the dark theme, and a tooltip shows the value of each point.
+A chart has a title and a panel, which is a function that draws on matplotlib axes. Charts are drawn in the
+colours of the light theme. In a page each colour is a CSS variable, so that the same drawing fits the dark
+theme, and a tooltip shows the value of each point.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def write_figure(figure: Figure, path: Path) -> str:
 
 
 def _as_svg(figure: Figure, tooltips: Sequence[Tooltip]) -> str:
-    """Return tooltips as an SVG group; of too many, an evenly spaced part."""
+    """Return tooltips as an SVG group; of more than 1,200, only evenly spaced ones."""
     (axes, *_) = figure.axes
     points = 72 / figure.dpi
     height = figure.get_figheight() * 72

@@ -1,7 +1,7 @@
-"""The table of results at the end of a command, with the model that the metrics belong to.
+"""The table of results at the end of a command, which names the evaluated model.
 
-``fit`` ends with a test of the last model, while ``test`` may be given the best one. Their metrics look alike,
-so each table names the round of the model and its checkpoint.
+``fit`` tests the last model, while the command ``test`` may evaluate the best one. Both have metrics of the same
+names, so each table names the model's round and its checkpoint.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ModelOrigin:
     ) -> None:
         """Record the checkpoint that was loaded into the module."""
         if trainer.state.fn == "fit":
-            return  # which trains further
+            return  # the fit changes the weights of the checkpoint
         self._words = f"the model {_after(checkpoint)}, {shown_path(str(trainer.ckpt_path))}"
         self._steps, self._module = trainer.global_step, weakref.ref(module)
 
     def words(self, trainer: Trainer) -> str:
         """Describe the evaluated model in words: its checkpoint, or its round."""
         module, steps = trainer.lightning_module, trainer.global_step
-        # after a fit since then, the weights are no longer those of the checkpoint
+        # a fit in between would have changed the weights of the checkpoint
         if self._module is not None and self._module() is module and self._steps == steps:
             return self._words
         if not steps:
@@ -62,7 +62,7 @@ class ModelOrigin:
 def saved_after(path: str) -> str:
     """Return the round after which a checkpoint was saved, as ``after round 7``; empty if unknown."""
     try:
-        # mapped: of a large model, only the parts that are used are read
+        # memory-mapped, so that the weights of a large model are not read
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return _after(checkpoint)
     except (OSError, RuntimeError, UnpicklingError, KeyError):
@@ -96,11 +96,11 @@ _HEAD = ("model", "clients", "std", "worst 10 %")
 class ResultsTable(Callback):
     """Prints a table of metrics after a fit, a validation and a test, and names the evaluated model.
 
-    The log file names that model too; ``predict`` prints it on the screen.
+    The log file names the model as well. ``predict`` prints its name only.
 
     Args:
-        waits_for_test: whether a test follows the fit; the test's table then has the fit's metrics too,
-            which `keep` stores.
+        waits_for_test: whether a test follows the fit. The fit then prints no table, and the test's table
+            has the metrics that `keep` has stored.
         is_wanted: whether to print the table.
     """
 
@@ -148,12 +148,13 @@ class ResultsTable(Callback):
         self.report(trainer)
 
     def keep(self, trainer: Trainer) -> None:
-        """Store the current metrics for the next table."""
+        """Store the metrics of the last round for the next table."""
         self._kept = logged_in_round(trainer)
 
     def report(self, trainer: Trainer) -> None:
         """Print the table on standard output, and write it into the log file."""
-        results = results_table(self._kept | logged_in_round(trainer))
+        kept, self._kept = self._kept, {}
+        results = results_table(kept | logged_in_round(trainer))
         if not results or not self._is_wanted or not trainer.is_global_zero:
             return
         heading = f"results of {self._origin.words(trainer)}"

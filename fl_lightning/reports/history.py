@@ -1,4 +1,4 @@
-"""The history of a run's rounds in ``rounds.jsonl``, with a line of JSON for each round.
+"""The metrics of a run by round, in ``rounds.jsonl`` with one line of JSON per round.
 
     {"round": 3, "metrics": {"val/loss": 0.41, …}, "clients": {"ids": [4, 9], "train/loss": [0.5, 0.3]}}
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,8 @@ class RoundLine:
             line["clients"] = _finite(self.clients)
         return json.dumps(line)
 
-    def without_loss(self) -> RoundLine:
-        """Return the round without ``train/loss``."""
-        names = {_LOSS, f"{_LOSS}_std"}
+    def without(self, names: Collection[str]) -> RoundLine:
+        """Return the round without some metrics."""
         metrics = {name: value for name, value in self.metrics.items() if name not in names}
         clients = {name: values for name, values in self.clients.items() if name not in names}
         return RoundLine(self.number, metrics, clients)
@@ -78,7 +77,7 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> History:
-        """Read the history in a run's folder; empty without the file. If a round is there twice, the later counts."""
+        """Read the history in a run's folder; empty without the file. The last line of a round counts."""
         path = folder / NAME
         if not path.exists():
             return cls(())
@@ -98,26 +97,27 @@ class History:
 
     @property
     def unit(self) -> str:
-        """Name of the entries: ``round`` in a federation, ``epoch`` in a central run."""
+        """Plural name of the entries: ``rounds`` in a federation, ``epochs`` in a central run."""
         return "rounds" if any(name.startswith("round/") for name in self.names) else "epochs"
 
     def without_twin(self) -> History:
-        """Return the history without ``train/loss`` if another loss has its numbers in every round.
+        """Return the history without ``train/loss`` if the module logs the same loss under its own name.
 
-        So a loss that a module also logs itself is shown once, under the module's own name.
+        Two losses are the same if their values are equal in every round.
 
         Example:
             >>> numbers = {"train/loss": 0.5, "train/loss_std": 0.1, "loss": 0.5, "loss_std": 0.1}
             >>> History([RoundLine(1, numbers)]).without_twin().names
             ['loss', 'loss_std']
         """
-        own, std = self.curve(_LOSS), self.curve(f"{_LOSS}_std")
+        names = (_LOSS, f"{_LOSS}_std")
+        own, std = map(self.curve, names)
         has_twin = any(
             _are_equal(self.curve(name), own) and _are_equal(self.curve(f"{name}_std"), std)
             for name in self.names
             if name != _LOSS and "loss" in name.lower() and std
         )
-        return History([line.without_loss() for line in self.rounds]) if has_twin else self
+        return History([line.without(names) for line in self.rounds]) if has_twin else self
 
     def curve(self, name: str) -> Curve:
         """Return the values of one metric by round; empty if it was not logged."""
@@ -128,11 +128,11 @@ class History:
         return {r.number: r.clients[name] for r in self.rounds if name in r.clients}
 
     def bytes_by_purpose(self, way: str, once: Mapping[str, float]) -> dict[str, Curve]:
-        """Return the bytes that all clients sent or received, by purpose and round.
+        """Return the bytes that all clients together sent or received, by purpose and round.
 
         Args:
             way: ``up`` (from clients) or ``down`` (to clients).
-            once: metrics that the run has logged once; bytes among them count as sent in round 0.
+            once: metrics that the run has logged once; bytes among them count as round 0.
 
         Example:
             >>> history = History([RoundLine(1, {"round/total_bytes_up": 8.0})])
@@ -149,13 +149,13 @@ class History:
 
     @property
     def client_names(self) -> list[str]:
-        """Names of the metrics that are known for each client."""
+        """Names of the metrics that were recorded per client."""
         names = dict.fromkeys(name for line in self.rounds for name in line.clients)
         return [name for name in names if name != IDS]
 
 
 def begin(folder: Path, after: int) -> None:
-    """Continue a folder's history after a number of rounds; later rounds are dropped."""
+    """Drop the rounds in a folder's history after a number of completed rounds."""
     kept = [line for line in History.read(folder).rounds if line.number <= after]
     write_whole(folder / NAME, "".join(f"{line.text()}\n" for line in kept))
 
@@ -167,13 +167,13 @@ def append(folder: Path, line: RoundLine) -> None:
 
 
 def _are_equal(one: Curve, other: Curve) -> bool:
-    """Return whether two curves have the same values, as far as single precision tells."""
+    """Return whether two curves are equal up to rounding in single precision."""
     values, others = [*one.values()], [*other.values()]
     return one.keys() == other.keys() and np.allclose(values, others, atol=0, equal_nan=True)
 
 
 def _finite(value: Any) -> Any:
-    """Return a value for JSON: numbers that are not finite become null."""
+    """Replace numbers that are not finite by None, which JSON writes as null."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, Sequence):

@@ -33,9 +33,7 @@ from fl_lightning.reports.layout import DETAIL, ConsoleFormatter, FileFormatter
 from fl_lightning.reports.progress import RoundProgressBar, round_line
 
 _ADVERTISEMENT = "💡 Tip"
-
-
-# loggers whose messages go to the screen and the file; some of them do not pass messages on to the root logger
+# loggers whose messages go to the screen and the file; some do not propagate to the root logger
 LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "fl_lightning")
 
 
@@ -52,7 +50,7 @@ class EarlyMessages(logging.Handler):
 
 
 def take_early_messages() -> list[logging.LogRecord]:
-    """Return and remove the messages that `EarlyMessages` on any of the loggers has stored."""
+    """Return the messages that `EarlyMessages` handlers have stored, by time, and remove them."""
     handlers = {handler for name in LOGGERS for handler in logging.getLogger(name).handlers}
     early = [handler for handler in handlers if isinstance(handler, EarlyMessages)]
     records = [record for handler in early for record in handler.records]
@@ -70,7 +68,7 @@ _NOISE = re.compile(
 
 
 def _is_for_the_screen(record: logging.LogRecord) -> bool:
-    """Return whether a message is about this run; the screen leaves details to the log file."""
+    """Return whether the screen shows a message: warnings, and messages about this run but no details."""
     if record.levelno >= logging.WARNING:
         return True
     is_detail = record.levelno < logging.INFO or getattr(record, DETAIL, False)
@@ -83,9 +81,9 @@ def detail() -> dict[str, Any]:
 
 
 def tidy_screen() -> Callable[[], None]:
-    """Format Lightning's messages on the screen in two columns; returns a function that restores them.
+    """Format Lightning's messages on the screen in two columns, and return a function that undoes this.
 
-    Handlers that already have a formatter are left alone.
+    Handlers that already have a formatter do not change.
     """
     undo = ExitStack()
     handlers = [each for name in LOGGERS[1:] for each in logging.getLogger(name).handlers]
@@ -117,8 +115,8 @@ class RunLog(Callback):
 
     The file has the log messages and warnings of all libraries, the model's layers and, if the run fails,
     the traceback. A run that is resumed, validated or tested appends to its file. A Trainer with neither
-    logger nor ``default_root_dir`` has no folder, and so no file. On the screen, Lightning's messages
-    about itself are hidden meanwhile.
+    logger nor ``default_root_dir`` has no folder, and so no file. While the file is open, the screen
+    hides Lightning's messages about itself.
 
     Args:
         level: lowest level of the messages that the file keeps: debug, info, warning or error.
@@ -144,7 +142,7 @@ class RunLog(Callback):
         self._undo: list[Callable[[], None]] = []  # a stack of contexts cannot be copied
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Open the file at its end."""
+        """Open the file, to append to it."""
         self._close()
         self._undo.append(tidy_screen())
         folder = folder_of(trainer)  # a collective call: every process has to make it
@@ -163,15 +161,15 @@ class RunLog(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write a line for the round, unless the progress bar logs one anyway."""
         bars = [c for c in trainer.callbacks if isinstance(c, RoundProgressBar)]  # type: ignore[attr-defined]
-        if trainer.is_global_zero and not any(bar.says_rounds for bar in bars):
+        if trainer.is_global_zero and not any(bar.logs_rounds for bar in bars):
             self._write(logging.INFO, round_line(trainer))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Write the error that has ended the run, with its traceback."""
-        told = "".join(traceback.format_exception(exception))
-        self._write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{told}")
+        trace = "".join(traceback.format_exception(exception))
+        self._write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{trace}")
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -187,7 +185,7 @@ class RunLog(Callback):
         self._handler.setLevel(self._least)
         self._handler.addFilter(lambda record: not record.getMessage().startswith(_ADVERTISEMENT))
         for record in take_early_messages():
-            # messages from before there were several processes are the first process's to write
+            # only the first process writes messages from before the processes were forked
             if trainer.is_global_zero and record.levelno >= self._least:
                 self._handler.handle(record)
         for name in LOGGERS:

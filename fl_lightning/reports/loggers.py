@@ -1,11 +1,11 @@
-"""Figures and histograms in any logger; order of TensorBoard's charts, its tables, and its HPARAMS tab.
+"""Figures and histograms in any logger; the charts, tables and HPARAMS tab of TensorBoard.
 
 Figures have the same name in every logger. TensorBoard, W&B, MLflow and Comet have calls of their own;
 other loggers are called as Lightning names it, ``log_image(key, images, step)``. If no logger accepts
 figures, as with `lightning.pytorch.loggers.CSVLogger`, they become files: ``figures/<name>.png`` in the
-run's folder. Loggers are told apart by class name: packages that are not installed need no import.
+run's folder. Loggers are recognised by class name, so that packages that are not installed need no import.
 
-TensorBoard sorts charts by name: names of this package's own metrics begin with a dot, and so come after
+TensorBoard sorts charts by name. Names of this package's own metrics begin with a dot there, and so come after
 ``train/`` and ``val/`` (`board_tag`). The tab Custom Scalars has the order given here. When a run ends, the tab
 Text gets tables of the last round and of metrics logged once, and HPARAMS gets them with the run's options.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from fl_lightning.federation import (
     table,
 )
 from fl_lightning.reports.charts import file_name
-from fl_lightning.reports.history import History
+from fl_lightning.reports.history import History, RoundLine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,8 +67,10 @@ _LAYOUT: dict[str, dict[str, str]] = {
 }
 
 
-def hold_constants(trainer: Trainer, names: str = _RARELY_CHANGES) -> Callable[[], None]:
-    """Keep metrics that never change, and the epoch's number, out of TensorBoard's charts.
+def hold_constants(
+    trainer: Trainer, names: str = _RARELY_CHANGES, earlier: Sequence[RoundLine] = ()
+) -> Callable[[], None]:
+    """Keep constant metrics, and the number of the epoch, out of TensorBoard's charts.
 
     A metric becomes a chart, with all of its earlier values, once its value changes. Other loggers get
     every metric at once.
@@ -76,6 +78,7 @@ def hold_constants(trainer: Trainer, names: str = _RARELY_CHANGES) -> Callable[[
     Args:
         trainer: Trainer with the loggers, whose ``log_metrics`` is replaced.
         names: pattern of the names that are held back until their value changes.
+        earlier: rounds of the run before this fit.
 
     Returns:
         Function that restores the loggers.
@@ -83,16 +86,23 @@ def hold_constants(trainer: Trainer, names: str = _RARELY_CHANGES) -> Callable[[
     undo = ExitStack()
     for board in boards(trainer):
         if type(board).log_metrics is TensorBoardLogger.log_metrics:
-            vars(board)["log_metrics"] = _Changing(partial(log_event, board), re.compile(names))
+            log = partial(log_event, board)
+            vars(board)["log_metrics"] = _ChangingMetrics(log, re.compile(names), earlier)
             undo.callback(vars(board).pop, "log_metrics", None)
     return undo.close
 
 
-class _Changing:
-    def __init__(self, log: Any, held: re.Pattern[str]) -> None:
-        self._log, self._pattern = log, held
+class _ChangingMetrics:
+    """Logs a metric whose name matches a pattern only after its value has changed."""
+
+    def __init__(self, log: Any, held: re.Pattern[str], earlier: Sequence[RoundLine]) -> None:
+        self._pattern, self._changed = held, set[str]()
+        # metrics that have not changed: value, and steps at which it was logged first and last
         self._held: dict[str, tuple[float, list[int | None]]] = {}
-        self._changed: set[str] = set()
+        self._log: Any = lambda *_: None  # earlier rounds are charts already
+        for line in earlier:
+            self(line.metrics, line.number - 1)
+        self._log = log
 
     def __call__(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         shown = {}
@@ -100,9 +110,9 @@ class _Changing:
             if name in self._changed or not self._pattern.match(name):
                 shown[board_tag(name)] = value
                 continue
-            first, steps = self._held.setdefault(name, (value, []))
-            if value == first:
-                steps[1:] = [step]  # the first and the last one draw the line
+            first, steps = self._held.setdefault(name, (_in_single(value), []))
+            if _in_single(value) == first:
+                steps[1:] = [step]  # two points draw a constant line
                 continue
             del self._held[name]
             for at in steps:
@@ -114,11 +124,13 @@ class _Changing:
             self._log(shown, step)
 
 
-def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
-    """Set the order of TensorBoard's charts, without empty ones; call it in the first process only.
+def _in_single(value: Any) -> Any:
+    """Round a number to single precision, as TensorBoard and ``rounds.jsonl`` store it."""
+    return value if isinstance(value, Mapping) else float(np.float32(value))
 
-    TensorBoard uses the last order of a run, so it can be set again when further metrics are logged.
-    """
+
+def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
+    """Set the order of TensorBoard's charts, which a later call replaces; only in the first process."""
     names = [*logged]
     layout = {
         tab: {
@@ -135,13 +147,7 @@ def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
 
 
 def show_results(trainer: Trainer, folder: Path, history: History) -> None:
-    """Write the table of the last round and the HPARAMS tab to TensorBoard.
-
-    Args:
-        trainer: Trainer with the loggers.
-        folder: folder of the run; its options are read from ``config.yaml`` if that exists.
-        history: history of the run's rounds.
-    """
+    """Write the table of the last round, and the HPARAMS tab with the options in ``config.yaml``, to TensorBoard."""
     from torch.utils.tensorboard.summary import hparams  # a second to import
 
     last = {name: [*history.curve(name).values()][-1] for name in history.names}
@@ -176,7 +182,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path.removesuffix(".class_path"), value
 
 
-# prefixes of our metrics: TensorBoard sorts by name, and the user's val/ and train/ shall come first
+# prefixes of our metrics; TensorBoard sorts by name, and val/ and train/ should come first
 _OURS = re.compile(
     r"(calibration|clients?|global|head|local|mask|partition|personal|privacy|recalibration"
     r"|results|round|search|secure)(/|$)"
@@ -184,7 +190,7 @@ _OURS = re.compile(
 
 
 def board_tag(name: str) -> str:
-    """Return a tag for TensorBoard, by which our own metrics and figures sort behind ``val/``.
+    """Return TensorBoard's tag of a metric or figure; tags of our own names sort after ``val/``.
 
     Example:
         >>> board_tag("round/seconds"), board_tag("val/loss")
@@ -197,13 +203,9 @@ _FIGURES = "figures"
 
 
 def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step: int) -> None:
-    """Log a figure, or save it as a file where the logger shows none; in the first process only.
+    """Draw and log a figure, or save it as a PNG file if no logger shows figures.
 
-    Args:
-        trainer: with the loggers; without one nothing is drawn.
-        name: of the figure.
-        draw: function that draws the figure; called at most once.
-        step: of the run.
+    Without a logger nothing is drawn. Call this in the first process only.
     """
     if not trainer.loggers:
         return
@@ -216,14 +218,7 @@ def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step:
 
 
 def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> None:
-    """Log a histogram with those loggers that show histograms.
-
-    Args:
-        trainer: with the loggers.
-        name: of the histogram.
-        values: shape (n,).
-        step: of the run; histograms of several steps stand one behind the other.
-    """
+    """Log a histogram of the finite values, shape (n,), with the loggers that show histograms."""
     finite = values[values.isfinite()]
     if not len(finite):
         return
@@ -235,7 +230,7 @@ def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> 
         elif "CometLogger" in kinds:
             logger.experiment.log_histogram_3d(finite.numpy(), name=name, step=step)
         elif "WandbLogger" in kinds:
-            import wandb  # whose logger is there
+            import wandb  # installed, because its logger is used
 
             bins = min(64, max(8, len(finite) // 4))
             counts, edges = np.histogram(finite.numpy(), bins=bins)
@@ -244,13 +239,7 @@ def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> 
 
 
 def log_clients(trainer: Trainer, values: Mapping[int, Mapping[str, float]], *, step: int) -> None:
-    """Log metrics of single clients as ``client/<number>/<name>``; callbacks do not see them.
-
-    Args:
-        trainer: with the loggers.
-        values: metrics by client and name; those that are not finite are left out.
-        step: of the run.
-    """
+    """Log finite metrics of single clients as ``client/<number>/<name>``; callbacks cannot monitor them."""
     numbers = {
         f"client/{client}/{name}": value
         for client, metrics in values.items()
@@ -267,7 +256,7 @@ def _show(logger: Any, name: str, figure: Figure, step: int) -> bool:
     if "TensorBoardLogger" in kinds:
         logger.experiment.add_figure(board_tag(name), figure, step, close=False)
     elif "WandbLogger" in kinds:
-        # W&B refuses steps that are behind those of numbers, and a round is a column there
+        # W&B refuses a step below the last number's, so the caption has the step
         logger.log_image(key=name, images=[_pixels(figure)], caption=[f"step {step}"])
     elif "MLFlowLogger" in kinds:
         path = f"{_FIGURES}/{file_name(name)}_{step}.png"

@@ -35,9 +35,9 @@ _DRY_CLIENTS = 20  # most clients that a dry run trains in a round and process
 
 
 class RunOverview(Callback):
-    """Logs a fit's model, optimizer, federation, machine and folder.
+    """Logs a fit's model, optimizer, federation, machine and folder, a line for each.
 
-    The data (`PartitionReport`), the cost and the engine are logged elsewhere.
+    `PartitionReport` logs the data; the federation logs its bytes and its engine.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,7 +48,7 @@ class RunOverview(Callback):
         for name, fact in facts_of(trainer, pl_module):
             rank_zero_info(f"{name}: {fact}")
         is_dry = any(isinstance(each, DryRun) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        if folder is not None and not is_dry:  # which is removed at its end
+        if folder is not None and not is_dry:  # the folder of a dry run is removed
             path = str(trainer.ckpt_path or "")
             resumed = f", resumed from {shown_path(path)} {saved_after(path)}".rstrip()
             rank_zero_info(f"run: {shown_path(folder)}{resumed if path else ''}")
@@ -73,7 +73,8 @@ def why_it_stopped(trainer: Trainer) -> str | None:
     """Return a sentence with the reason why early stopping has ended a fit; None if it has not."""
     stopping = [c for c in trainer.early_stopping_callbacks if isinstance(c, EarlyStopping)]
     ended = next((c for c in stopping if c.stopped_epoch), None)
-    if ended is None:
+    # a resumed run knows the stop of the run before
+    if ended is None or not trainer.should_stop:
         return None
     best, name = float(ended.best_score), ended.monitor
     now = float(trainer.callback_metrics.get(name, math.nan))
@@ -93,7 +94,7 @@ def why_it_stopped(trainer: Trainer) -> str | None:
 
 
 def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Return date, data, model, federation, seed, versions, commit and machine of a fit, by name."""
+    """Return facts about a fit by name: date, data, model, algorithm, machine, seed, versions, commit, command."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     source = getattr(data, "source", data)
     clients = f", {len(data.clients):,} clients" if isinstance(data, FederatedDataModule) else ""
@@ -192,14 +193,15 @@ class DryRun(Callback):
 
         seconds = a + s (C / K - 1) + (R - 1) s C / K + R v / e
 
-    R rounds of C clients, of which K train here; a: start and first round; s: second round, both without
-    their validations; v: those of a round, in every e-th. On a CPU these are seconds that this process
-    computes, so that other programs do not count. It should be the first of the callbacks, so that what
-    others do at the end of the fit is not taken for a part of the last round.
+    R: rounds; C: clients of a round, of which the dry run trains K; a: time of the start and the first round,
+    s: of the second round, both without validation; v: of a validation, which runs in every e-th round. On a
+    CPU, only CPU time of this process counts. Put this callback first, so that the work of other callbacks at
+    the end of the fit does not count as part of the last round.
 
     Args:
-        options: options of the Trainer; changed to K clients in a round, and a validation in each. K is C
-            where a number of clients has a meaning of its own, as with privacy and robust rules.
+        options: options of the Trainer, modified in place: K clients in a round, and a validation in every
+            round. K is at most 20 per process, or C if the algorithm depends on the number of clients, as
+            with privacy and robust rules.
         federation: the federation; None for central training.
         data: the data module.
 
@@ -217,7 +219,7 @@ class DryRun(Callback):
         self._share, self._marks = 1.0, list[float]()
         self._validation = self._paused = 0.0
         count = getattr(data, "num_clients", None)
-        if federation is None or count is None or _counts_clients(federation):
+        if federation is None or count is None or _needs_whole_cohort(federation):
             return
         limit = options["limit_train_batches"]
         cohort = limited(federation.cohort.expected_size(count), 1.0 if limit is None else limit)
@@ -233,7 +235,7 @@ class DryRun(Callback):
         self._mark()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make each of the two rounds end with a validation, also if ``val_check_interval`` counts batches of all rounds."""
+        """Validate after each of the two rounds, also if ``val_check_interval`` counts batches over all rounds."""
         batches = num_batches(trainer)
         interval = getattr(trainer, "val_check_interval", 1.0)  # missing if it is a time
         is_count = isinstance(interval, int) and isinstance(batches, int)
@@ -242,7 +244,7 @@ class DryRun(Callback):
             trainer.val_check_batch = batches
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the clock: the round before ends here, with its checkpoint."""
+        """Read the clock; the time of the previous round includes its checkpoint."""
         self._mark()
         self._validation = 0.0
 
@@ -256,7 +258,7 @@ class DryRun(Callback):
         self._began = self._clock()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add the seconds of the validation."""
+        """Restart the clock, and add the seconds of the validation to those of the round."""
         seconds = self._clock() - self._began
         self._validation += seconds
         self._paused += seconds
@@ -294,8 +296,8 @@ class DryRun(Callback):
                 yield f"{total} {words}" + f" in each {name}" * (rounds is None)
 
 
-def _counts_clients(federation: Federation) -> bool:
-    """Return whether a smaller cohort would be refused, or would not cost in proportion to its size."""
+def _needs_whole_cohort(federation: Federation) -> bool:
+    """Return whether a smaller cohort would be refused, or its cost would not scale with its size."""
     aggregator = as_aggregator(federation.aggregator)
     return (
         federation.client_privacy is not None  # needs a random sample
@@ -316,13 +318,13 @@ def _peak_memory() -> int | None:
 
 
 class PartitionReport(Callback):
-    """Logs the partition when a fit starts.
+    """Logs a summary and a picture of the partition when a fit starts, and saves ``partition.csv``.
 
-    It logs a summary, logs the picture ``partition`` (clients × classes) to loggers that accept pictures,
-    and saves ``partition.csv``, one row per client, in the run's folder.
+    The picture ``partition`` (clients × classes) goes to loggers that accept pictures, otherwise into a
+    file. ``partition.csv`` in the run's folder has one row per client.
     """
 
-    # what a private run reveals through this callback
+    # data that this callback reveals in a private run, named in a warning
     unprotected = "the picture and table of the partition"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from fl_lightning.core.processes import write_whole
 from fl_lightning.reports.charts import Panel, file_name, style_variables, write_chart
 
-FRAGMENTS = "sections"  # folder of a run, with parts that other callbacks add to the report
+FRAGMENTS = "sections"  # subfolder of a run, with HTML that other callbacks add to the report
 
 
 @dataclass
@@ -51,10 +51,7 @@ class Page:
         self._add("facts", facts)
 
     def charts(self, panels: Mapping[str, Panel], folder: Path, prefix: str = "") -> None:
-        """Add charts, panels by title, each in a cell; write each as PNG and SVG into a folder.
-
-        Files are named by prefix and title, with a number if two titles would have the same file.
-        """
+        """Add a chart for each panel, and write it as PNG and SVG; equal file names get a number."""
         drawn, numbers = [], Counter[str]()
         for title, panel in panels.items():
             name = file_name(title)

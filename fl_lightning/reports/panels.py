@@ -100,7 +100,7 @@ def fan(x: Sequence[float], quantiles: npt.NDArray[np.float64]) -> Panel:
 def distribution(
     groups: Mapping[str, Mapping[str, float]], *, x: str = "", whole: bool = False
 ) -> Panel | None:
-    """Return a panel of values, as dots below 30 values, else as a histogram.
+    """Return a panel of values: a dot for each of fewer than 30 values, otherwise a histogram.
 
     Args:
         groups: for each group, the values by owner, for example by client; non-finite ones are left out.
@@ -108,7 +108,7 @@ def distribution(
         whole: whether values are integers.
 
     Returns:
-        The panel, or None if there are fewer than 6 different values, which a sentence describes better.
+        The panel; None without values, and for a histogram of fewer than 6 different values.
     """
     finite = {
         name: kept
@@ -204,7 +204,7 @@ def table_map(
         finite = values[np.isfinite(values)]
         least = float(finite.min()) if numbers and finite.size else 0.0
         most = float(finite.max()) if finite.size else 1.0
-        # the square root keeps one example apart from none where another cell has a hundred
+        # on a square-root scale, one example is visible next to a cell with a hundred
         norm = PowerNorm(0.5, vmin=least, vmax=most if most > least else least + 1)
         full = to_rgb(SERIES[0])  # from transparent, for any background
         fading = LinearSegmentedColormap.from_list("fading", [(*full, 0.0), (*full, 1.0)])
@@ -245,7 +245,7 @@ def bars(
         whiskers: standard deviations; non-finite ones have no whisker. If None, all bars have one colour.
         x: label of the values.
         mark: value at which a dashed line is drawn; None for no line.
-        most: largest possible value; the room for numbers beyond it has no ticks.
+        most: largest possible value; the axis has no ticks beyond it.
     """
     stds = [math.nan] * len(names) if whiskers is None else whiskers
 
@@ -298,7 +298,7 @@ def points(
         y: vertical coordinates.
         texts: tooltips of the points.
         labels: labels of both axes.
-        steps: text in the legend and corners of the line, from left to right.
+        steps: text in the legend, and corners of the line from left to right; None for no line.
         bounds: horizontal coordinates at which a dashed line is drawn, by text in the legend.
         scale: horizontal scale: ``linear``, ``log``, or ``large`` for numbers such as 250 k and 1.5 M.
     """

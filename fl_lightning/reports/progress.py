@@ -3,8 +3,8 @@
     round 12/50  ━━━━━━────────────────────  1:03 left  val/accuracy 0.861  val/loss 0.412
       clients 3/5  ━━━━━━━━━━━━━━━━━━──────────── 0:07
 
-A round that takes more than five seconds has a second bar below. If standard error is no terminal, every round is
-a line in the log instead.
+A round that takes more than five seconds has a second bar below. If standard error is no terminal, a line is
+logged for every round instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RoundProgressBar(ProgressBar):
     """Progress bar that counts rounds; printed text and log messages appear above it.
 
     Args:
-        refresh_rate: number of batches between two drawings; 0 for no bar.
+        refresh_rate: number of batches between two drawings, ≥ 0; 0 shows no bar.
 
     Raises:
         ConfigurationError: if the rate is negative.
@@ -55,11 +55,11 @@ class RoundProgressBar(ProgressBar):
         self._inner: Inner | None = None
         self._run_bar: Table | None = None
         self._metrics: dict[str, float] = {}  # of the last completed round
-        self._has_begun = False  # whether the first round has begun; masks are calibrated before it
+        self._has_begun = False  # False while a mask is calibrated, before the first round
         self._drawn_at = 0.0
 
     @property
-    def says_rounds(self) -> bool:
+    def logs_rounds(self) -> bool:
         """True if every round is logged as a line, because there is no terminal for a bar."""
         return self.is_enabled and not self._screen.is_open
 
@@ -78,14 +78,14 @@ class RoundProgressBar(ProgressBar):
         self.enable()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the bar; other processes print above it from now on."""
-        self._pace, self._has_begun = Pace(done=trainer.current_epoch), True
+        """Show the bar; from now on other processes print above it as well."""
+        self._pace, self._metrics, self._has_begun = Pace(trainer.current_epoch), {}, True
         if self.is_enabled:
             self._open()
         self._draw(at_once=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to count the clients, or batches, of a round."""
+        """Start to count the clients of a round, or the batches of an epoch."""
         begin_round(trainer)
         federation = federation_of(trainer)
         if federation is None or federation.rounds is None:
@@ -119,7 +119,7 @@ class RoundProgressBar(ProgressBar):
         self._inner = None
         self._pace.end()
         self._metrics = metrics_in_order(trainer)
-        if self.says_rounds:
+        if self.logs_rounds:
             rank_zero_info(round_line(trainer))
         self._draw(at_once=True)
 
@@ -129,7 +129,7 @@ class RoundProgressBar(ProgressBar):
         self._draw(at_once=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to count batches; also for a test and a prediction."""
+        """Start to count the batches of a validation, a test or a prediction."""
         if trainer.sanity_checking:
             return
         if trainer.testing:
@@ -170,8 +170,10 @@ class RoundProgressBar(ProgressBar):
 
     @contextmanager
     def counting(self, trainer: Trainer, what: str, total: float) -> Iterator[Callable[[], None]]:
-        """Show another bar within this context; yields a function that advances the bar by one."""
-        self._trainer = trainer  # after a fit in child processes, this process has had no `setup`
+        """Show another bar in this block, and yield a function that advances it by one."""
+        self._trainer = (
+            trainer  # `setup` did not run in this process if the fit ran in child processes
+        )
         was_open, self._inner = self._screen.is_open, Inner(what, total)
         if self.is_enabled:
             self._open()
@@ -224,7 +226,7 @@ class RoundProgressBar(ProgressBar):
         return run_line(label, share, clock, metrics, width)
 
     def _close(self) -> None:
-        if self._screen.is_open:  # it is not in the parent process, whose children have the bar
+        if self._screen.is_open:  # False in a parent process, whose children draw the bar
             is_fit = self.trainer.state.fn == "fit" and self.trainer.is_global_zero
             left = [self._run_line(self._screen.width, has_ended=True)] if is_fit else []
             self._screen.close(*left)
@@ -277,7 +279,7 @@ class Inner:
     Args:
         what: name of the things that are counted.
         total: number of things; infinite if unknown, 0 for work without a count.
-        count: returns the number of things that are done; if None, `done` is counted up by its user.
+        count: returns the number of things that are done; if None, the caller increments `done`.
     """
 
     def __init__(self, what: str, total: float, count: Callable[[], int] | None = None) -> None:
@@ -303,11 +305,11 @@ class Inner:
 def run_line(
     label: str, share: float | None, clock: str, metrics: Mapping[str, float], width: int
 ) -> Table:
-    """Return a bar followed by metrics; metrics that do not fit into the line are left out, the last first.
+    """Return a bar followed by metrics; the last metrics are left out if the line is too short for all.
 
     Args:
         label: name and count, as ``round 12/50``.
-        share: completed share, in [0, 1]; None for no bar.
+        share: completed fraction, in [0, 1]; None for no bar.
         clock: time left or taken, in words.
         metrics: values by name.
         width: width of the line in columns.
@@ -365,9 +367,9 @@ def unit(trainer: Trainer) -> str:
 
 
 def metrics_in_order(trainer: Trainer) -> dict[str, float]:
-    """Return metrics for the bar: first those that checkpoints and early stopping monitor, then the module's.
+    """Return the current round's metrics for the bar, those that checkpoints and early stopping monitor first.
 
-    Metrics that the current round has not measured are left out.
+    The others are those that the module logs with ``prog_bar=True``.
     """
     found: Mapping[str, object] = logged_in_round(trainer)
     callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Charts of a run's report, drawn from the rounds and tables in the run's folder."""
+"""Charts of a run's report, drawn from ``rounds.jsonl`` and the tables in the run's folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTITION = "partition.csv"
 LOCAL_MODELS = "local_models.csv"
 
 
-# Heading, one or two sentences, and panels by title; a panel is None if the sentences say what it would show.
+# Heading, caption, and panels by title; a panel is None if the caption has its few different values.
 Section: TypeAlias = tuple[str, str, dict[str, Panel | None]]
 
 
@@ -45,8 +45,8 @@ def run_sections(folder: Path, history: History) -> Iterator[tuple[str, str, Map
         _participants(history),
         _partition(read_table(folder / PARTITION)),
         _bytes(history, logged_once(folder)),
-        _family(history, "privacy/", "Privacy", "What has been spent so far, after each round."),
-        _family(history, "mask/", "Masks", "Entries that train, after each round that changed it."),
+        _family(history, "privacy/", "Privacy", "Privacy spent so far, after each round."),
+        _family(history, "mask/", "Masks", "Entries that train, after each round with a new mask."),
         _seconds(history),
     ):
         if known := _drawn(panels):
@@ -129,10 +129,7 @@ def _local_models(folder: Path) -> Section:
         ]
         lines.append(Line(whole["round"].tolist(), whole[name].tolist(), "global model"))
         panels[name] = curves(lines)
-    caption = (
-        "Every client's model after its local training, and the global model that came of them, on the "
-        "common test set."
-    )
+    caption = "The clients' models after local training, and the new global model, on the common test set."
     return "Local models and the global one", caption, panels
 
 
@@ -164,14 +161,14 @@ def _participants(history: History) -> Section:
     sizes = history.curve("round/cohort_size")
     known = (("round/skipped", "skipped"), ("round/lost", "lost"))
     others = [(name, label) for name, label in known if any(history.curve(name).values())]
-    lines = [_line(sizes, "asked" if others else "")]
+    lines = [_line(sizes, "sampled" if others else "")]
     for number, (name, label) in enumerate(others):
         lines.append(_line(history.curve(name), label, colour=series(number + 1)))
     panels: dict[str, Panel | None] = {}
     if sizes and (others or len(set(sizes.values())) > 1):
         panels["clients in each round"] = curves(lines, from_zero=True)
     took_part = Counter(int(c) for v in history.of_clients(IDS).values() for c in v)
-    caption = "How many clients were asked in each round." if panels else ""
+    caption = "Number of sampled clients in each round." if panels else ""
     if took_part:
         counts = {f"client {client}": float(n) for client, n in took_part.items()}
         panels["rounds in which a client took part"] = distribution(
@@ -254,11 +251,11 @@ def _bytes(history: History, once: Mapping[str, float]) -> Section:
         pairs = [(known[n], v) for n, v in history.curve(metrics[0]).items() if n in known]
         line = Line([x for x, _ in pairs], [y for _, y in pairs], colour=series(2))
         panels[f"{metrics[0]} over bytes from clients"] = curves([line], x=unit)
-    return "Bytes", "Of all clients; updates with their headers, as they are sent.", panels
+    return "Bytes", "All clients together; whole messages, with their headers.", panels
 
 
 def _family(history: History, prefix: str, title: str, caption: str) -> Section:
-    """Return a section with the curves of all metrics with a prefix, without constant ones."""
+    """Return a section with a curve for each metric with a prefix, except those that never change."""
     found = {n: history.curve(n) for n in history.names if n.startswith(prefix)}
     moving: dict[str, Panel | None] = {
         name: curves([_line(c)]) for name, c in found.items() if len(set(c.values())) > 1
@@ -295,12 +292,12 @@ def _best_first(names: Sequence[str]) -> list[str]:
 
 
 def byte_unit(num_bytes: float) -> tuple[str, float]:
-    """Return the unit that suits a number of bytes, and the bytes of that unit."""
+    """Return the unit in which to show a number of bytes, and the size of this unit in bytes."""
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     return next(((unit, size) for unit, size in units if num_bytes >= size), ("bytes", 1.0))
 
 
 def in_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with four digits and the unit that suits it."""
+    """Format a number of bytes with four digits and a unit from bytes to GB."""
     unit, size = byte_unit(num_bytes)
     return f"{num_bytes / size:.4g} {unit}"

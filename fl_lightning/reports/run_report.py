@@ -1,4 +1,4 @@
-"""The callback that records every round and writes ``report.html``; the command ``report``."""
+"""The callback that records every round and writes ``report.html``, and the command ``report``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.processes import write_whole
 from fl_lightning.federation import (
     CONFIG,
@@ -39,6 +39,7 @@ from fl_lightning.reports.run_charts import evaluated_clients, in_bytes, read_ta
 
 REPORT, FIGURES, PROVENANCE = "report.html", "figures", "provenance.json"
 _RESUMED = ", resumed "
+_MAY_CHANGE = {"date", "commit", "versions"}  # when a run is resumed
 
 
 class RunReport(Callback):
@@ -47,14 +48,14 @@ class RunReport(Callback):
     The page is one file without external resources, with a light and a dark theme. It shows curves,
     distributions over clients, participation, the partition, bytes, privacy, masks and seconds; each figure
     is also in ``figures/`` as PNG and SVG. It is written after a fit and again after the test. Central runs
-    have one too, with epochs instead of rounds. Without a logger nothing is recorded. TensorBoard gets an
-    order of charts (tab Custom Scalars), tables of the last round and of metrics logged once, such as the
+    have a report too, with epochs instead of rounds. Without a logger nothing is recorded. TensorBoard gets
+    an order of charts (tab Custom Scalars), tables of the last round and of metrics logged once, such as the
     test's (Text), and the run's options (HPARAMS).
 
     Args:
         page: whether to write the page and its figures, which takes a few seconds.
-        max_clients: largest cohort of which each client's metrics are recorded.
-        waits_for_test: whether the page is written only after a test, or by `finish`.
+        max_clients: largest cohort for which the metrics of single clients are recorded, ≥ 0.
+        waits_for_test: whether to write the page only after a test, or when `finish` is called.
         client_curves: whether loggers get each client's metrics too, as ``client/<number>/<name>``.
 
     Example:
@@ -70,15 +71,14 @@ class RunReport(Callback):
         client_curves: bool = False,
     ) -> None:
         super().__init__()
-        if max_clients < 0:
-            raise ConfigurationError(f"max_clients must not be negative, got {max_clients}")
+        check_range("RunReport: max_clients", max_clients, "at least 0")
         self.page, self.max_clients, self.waits_for_test = page, max_clients, waits_for_test
         self.client_curves = client_curves
         self._folder: Path | None = None
         self._ahead: dict[str, Any] = {}  # metrics logged before the first round
-        self._seen: dict[str, Any] = {}  # metrics of the last recorded round, and of those before
-        self._noted: int | None = None  # number of the last epoch that is recorded
-        self._release: Callable[[], None] | None = None  # gives the loggers back
+        self._seen: dict[str, Any] = {}  # all metrics logged until the last recorded round
+        self._recorded: int | None = None  # number of the last recorded epoch
+        self._restore: Callable[[], None] | None = None  # restores the loggers
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -86,47 +86,62 @@ class RunReport(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         saving = [each for each in callbacks if isinstance(each, Checkpoint)]
         others = [each for each in callbacks if each not in saving and each is not self]
-        # a new list: Lightning is going through the old one
+        # a new list, because Lightning iterates over the old one
         trainer.callbacks = [*others, self, *saving]  # type: ignore[attr-defined]
         if stage == "fit" and federation_of(trainer) is not None:
-            self._release = hold_constants(trainer)
+            self._hold_constants(trainer, continues=trainer.current_epoch > 0)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Find out which metrics of a resumed run have changed before."""
+        if trainer.state.fn == "fit" and federation_of(trainer) is not None:
+            self._hold_constants(trainer, continues=True)
+
+    def _hold_constants(self, trainer: Trainer, *, continues: bool) -> None:
+        self._restore_loggers()
+        has_rounds = continues and trainer.is_global_zero and trainer.loggers
+        earlier = History.read(Path(own_run_folder(trainer))).rounds if has_rounds else ()
+        self._restore = hold_constants(trainer, earlier=earlier)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the run's folder, and write the run's provenance into it."""
         folder = run_folder(trainer)  # a collective call: every process has to make it
         keeps = trainer.is_global_zero and trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._folder = Path(folder) if keeps else None
-        self._seen, self._noted, self._began = {}, None, time.monotonic()
-        self._ahead = dict(trainer.callback_metrics)  # which a sanity check forgets
+        self._seen, self._recorded, self._began = {}, None, time.monotonic()
+        self._ahead = dict(trainer.callback_metrics)  # a sanity check would clear them
         if self._folder is not None:
             facts = provenance(trainer, pl_module)
             before = _provenance(self._folder) if trainer.ckpt_path else {}
-            for name in before.keys() & {
-                "date",
-                "commit",
-                "versions",
-            }:  # which may change meanwhile
+            for name in before.keys() & _MAY_CHANGE:
                 now = facts.get(name, "unknown")
                 if name == "date" or before[name].split(_RESUMED)[-1] != now:
                     facts[name] = f"{before[name]}{_RESUMED}{now}"
-            _keep_provenance(self._folder, facts)
+            _write_provenance(self._folder, facts)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the previous epoch of a central run: all of its metrics are logged by now."""
-        if self._noted is None:  # only now Lightning has restored which one a resumed run is in
-            self._noted = trainer.current_epoch
+        """Record the previous epoch of a central run, whose metrics are complete only now."""
+        if (
+            self._recorded is None
+        ):  # before this hook, Lightning has not restored a resumed run's epoch
+            self._recorded = trainer.current_epoch
         self.on_train_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the round, before its checkpoint is saved."""
         if federation_of(trainer) is not None:
-            self._note(trainer, trainer.current_epoch + 1)
+            self._record(trainer, trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the last epoch of a central run."""
         number = trainer.current_epoch
-        if federation_of(trainer) is None and self._noted is not None and number > self._noted:
-            self._note(trainer, number)
+        if (
+            federation_of(trainer) is None
+            and self._recorded is not None
+            and number > self._recorded
+        ):
+            self._record(trainer, number)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the page, unless a test follows."""
@@ -136,45 +151,45 @@ class RunReport(Callback):
             took += " since it was resumed" if _RESUMED in facts.get("date", "") else ""
             reason = why_it_stopped(trainer)
             took += f", stopped {reason}" if reason else ""
-            _keep_provenance(self._folder, {"date": "", "duration": took, **facts})
+            _write_provenance(self._folder, {"date": "", "duration": took, **facts})
         if not self.waits_for_test:
             self.finish(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep metrics that are logged once out of TensorBoard's charts."""
-        self._release = hold_constants(trainer, ".*")
+        """Keep the metrics of a test out of TensorBoard's charts, which would have a single dot."""
+        self._restore = hold_constants(trainer, ".*")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do the same in the command ``validate``, if its folder has no rounds."""
+        """Keep the metrics of ``validate`` out of TensorBoard's charts, if the folder has no rounds."""
         if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
-            self._release = hold_constants(trainer, ".*")
+            self._restore = hold_constants(trainer, ".*")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the metrics of the command ``validate``."""
+        """Save the metrics of the command ``validate`` in ``results.json``."""
         self._keep_evaluation(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the test's metrics, and write the page again with them."""
+        """Save the test's metrics in ``results.json``, and write the page again with them."""
         self._keep_evaluation(trainer)
         self.finish(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the loggers, also after an evaluation that failed."""
-        self._give_back()
+        """Restore the loggers."""
+        self._restore_loggers()
 
     def _keep_evaluation(self, trainer: Trainer) -> None:
-        if self._release is not None and trainer.state.fn != "fit":
+        if self._restore is not None and trainer.state.fn != "fit":
             found = {name: float(value) for name, value in trainer.callback_metrics.items()}
             keep_once(trainer, "test" if trainer.state.fn == "test" else "validation", found)
-            self._give_back()
+            self._restore_loggers()
 
-    def _give_back(self) -> None:
-        if self._release is not None:
-            self._release()
-            self._release = None
+    def _restore_loggers(self) -> None:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
     def finish(self, trainer: Trainer) -> None:
-        """Write the page from the files in the run's folder; a collective call: every process has to make it."""
+        """Write the page from the files in the run's folder; every process must call this."""
         folder = Path(run_folder(trainer))
         if not self.page or not trainer.is_global_zero or not (folder / NAME).exists():
             return
@@ -182,14 +197,14 @@ class RunReport(Callback):
             with progress_bar(trainer, f"writing {REPORT}", 0):
                 write_report(folder)
                 show_results(trainer, folder, History.read(folder).without_twin())
-        except OSError as error:  # a full disk: the run itself is done
-            rank_zero_warn(f"no {REPORT}: {error}")
+        except OSError as error:  # e.g. a full disk; the run itself has ended well
+            rank_zero_warn(f"{REPORT} was not written: {error}")
             return
-        told = detail() if self.waits_for_test else {}  # that command prints the paths itself
-        rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **told)
+        kind = detail() if self.waits_for_test else {}  # the command line prints the path itself
+        rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **kind)
 
-    def _note(self, trainer: Trainer, number: int) -> None:
-        """Record a round."""
+    def _record(self, trainer: Trainer, number: int) -> None:
+        """Record a round or an epoch in ``rounds.jsonl``."""
         if self._folder is None:
             return
         federation = federation_of(trainer)
@@ -198,13 +213,13 @@ class RunReport(Callback):
             twins = federation.rounds.record.twins()
             clients = _of_clients(federation.rounds, self.max_clients)
         logged = self._ahead | trainer.callback_metrics
-        # what was logged in this round is another object than in the last one
+        # a metric that is logged again is another object
         new = {n: float(value) for n, value in logged.items() if self._seen.get(n) is not value}
         if not self._seen:
             begin(self._folder, number - 1)
         if self._seen.keys() != logged.keys():
             lay_out(trainer, logged.keys() - twins)
-        self._seen, self._ahead, self._noted = logged, {}, number
+        self._seen, self._ahead, self._recorded = logged, {}, number
         append(self._folder, RoundLine(number, new, clients))
         if self.client_curves:
             shown = {name: values for name, values in clients.items() if name not in twins}
@@ -213,18 +228,18 @@ class RunReport(Callback):
     def _log_clients(self, trainer: Trainer, found: Mapping[str, Sequence[float]]) -> None:
         if not found:
             rank_zero_warn(
-                "client_curves: there are none, because privacy hides clients, because more than "
-                f"max_clients={self.max_clients} took part, or because the run has no clients"
+                "client_curves: no curves of training metrics, because privacy hides clients, because "
+                f"more than max_clients={self.max_clients} took part, or because the run has no clients"
             )
-        values: dict[int, dict[str, float]] = {int(client): {} for client in found.get(IDS, ())}
-        for name in found.keys() - {IDS}:
-            for own, value in zip(values.values(), found[name], strict=True):
-                own[name] = value
+        values = {
+            int(client): {name: found[name][n] for name in found.keys() - {IDS}}
+            for n, client in enumerate(found.get(IDS, ()))
+        }
         log_clients(trainer, values, step=trainer.global_step - 1)
 
 
 def _of_clients(rounds: Any, most: int) -> dict[str, Sequence[float]]:
-    """Return the metrics of a round's clients; empty if privacy forbids it, or there are too many."""
+    """Return the metrics of a round's clients; empty if privacy hides them, or if they are more than ``most``."""
     record, stages = rounds.record, rounds.stages
     hides = stages.hides_clients or any(part.hides_cohorts for part in stages.around_fit)
     if hides or len(record.finished) > most:
@@ -253,9 +268,7 @@ def write_report(folder: str | Path) -> Path:
     if not history.rounds:
         inside = [str(path.parent) for path in sorted(folder.glob(f"*/{NAME}"))][:3]
         hint = f"such as {', '.join(inside)}" if inside else "one that had a RunReport"
-        raise ConfigurationError(
-            f"{folder} holds no rounds ({NAME}): give the folder of a run, {hint}"
-        )
+        raise ConfigurationError(f"{folder} contains no {NAME}: give the folder of a run, {hint}")
     once, facts = logged_once(folder), _provenance(folder)
     page = Page(_title(folder, facts), f"{history.rounds[-1].number} {history.unit} · {folder}")
     page.facts(facts)
@@ -285,12 +298,12 @@ def _provenance(folder: Path) -> dict[str, str]:
     return {str(name): str(fact) for name, fact in known.items()}
 
 
-def _keep_provenance(folder: Path, facts: Mapping[str, str]) -> None:
+def _write_provenance(folder: Path, facts: Mapping[str, str]) -> None:
     write_whole(folder / PROVENANCE, json.dumps(facts, indent=1) + "\n")
 
 
 def _title(folder: Path, facts: Mapping[str, str]) -> str:
-    """Return the name of a run, or of what it trains if it has only the name that loggers give to all."""
+    """Return the run's name; if that is Lightning's default, return the model, data and algorithm instead."""
     path = folder.absolute()
     name = path.parent.name if path.name.startswith("version_") else path.name
     if name != "lightning_logs":

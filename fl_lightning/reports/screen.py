@@ -1,9 +1,8 @@
 """Tables and status lines on a terminal, by rich; printed text scrolls above the status lines.
 
-The cursor always waits at the start of the first status line. Each print, from this process or one
-forked from it, first clears the screen from there; the status lines are then drawn again below it. So
-nothing is ever printed into a status line. (rich's own ``Live`` leaves the cursor behind the last line,
-where another process would print.)
+The cursor always waits at the start of the first status line. Each print, also of a forked process, first
+clears the screen from there. The status lines are then drawn again below the text. (``rich.live.Live``
+leaves the cursor after the last line, so that a forked process would print there.)
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from fl_lightning.reports.layout import is_terminal, width_of
 # Clears the screen below the cursor: rich itself clears single lines, or everything.
 _CLEAR_DOWN = Segments([Segment("\r\x1b[J", control=[(ControlType.CARRIAGE_RETURN,)])])
 
-# One thread at a time moves the cursor, and none during a fork, after which the child could never
-# acquire the lock.
+# Only one thread at a time moves the cursor. The lock is free during a fork: a child could never acquire
+# a lock that another thread of its parent held.
 _LOCK = threading.RLock()
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
     os.register_at_fork(
@@ -130,14 +129,14 @@ class StatusLines(RenderHook):
 
     @property
     def width(self) -> int:
-        """Length of a line in columns: one less than the terminal has, so that no line is wrapped."""
+        """Length of a status line in columns: one less than the terminal's, so that no line is wrapped."""
         return width_of(sys.stderr) - 1
 
     def open(self, *, draws: bool = True) -> None:
         """Start to print above the status lines.
 
         Args:
-            draws: whether this process draws the status lines; otherwise another one does.
+            draws: whether this process draws the status lines, and not another one.
         """
         if self.is_open or not is_terminal(sys.stderr):
             return
@@ -176,7 +175,7 @@ class StatusLines(RenderHook):
 
     @override
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Print above the status lines, and draw them again."""
+        """Return the output to print: clear the status lines, the new text, the status lines again."""
         assert self._console is not None
         options = self._console.options.update(width=self.width, no_wrap=True, overflow="ellipsis")
         drawn: list[Segment] = []
@@ -215,7 +214,7 @@ class _Above(FileProxy):
 
     @override
     def flush(self) -> None:
-        """Flush the terminal; an incomplete line is held back, or it would be drawn into a status line."""
+        """Flush the terminal, except an incomplete line, which would end inside a status line."""
         self.rich_proxied_file.flush()
 
     @override

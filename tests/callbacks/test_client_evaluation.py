@@ -251,7 +251,9 @@ class AtTheEnd(ToyModule):
 
 def test_a_module_whose_step_logs_nothing_is_told_that_clients_have_no_metric():
     trainer = validating_trainer(ClientEvaluation())
-    with pytest.warns(UserWarning, match=r"no client has a metric\. Log in validation_step"):
+    with pytest.warns(
+        UserWarning, match=r"no client has a metric, because validation_step logs none"
+    ):
         trainer.validate(AtTheEnd(), datamodule=toy_data(client_val_fraction=0.5), verbose=False)
 
 
@@ -381,6 +383,7 @@ class TestCommonTestSet:
         (EarlyStopping("clients/val/loss/mean"), 2, True),
         (EarlyStopping("clients/val/loss/mean", strict=False), 2, False),
         (ModelCheckpoint(monitor="clients/val/loss/mean"), 0, True),
+        (ModelCheckpoint(monitor="personal/val/loss_mean"), 0, True),
         (EarlyStopping("val/loss"), 0, False),
     ],
 )
@@ -391,7 +394,7 @@ def test_monitors_of_clients_need_an_evaluation_every_round(monitor, every_n_rou
         *parts, max_epochs=1, enable_checkpointing=isinstance(monitor, ModelCheckpoint)
     )
     if is_refused:
-        with pytest.raises(ConfigurationError, match=r"monitors clients/val/loss/mean, .* to 1"):
+        with pytest.raises(ConfigurationError, match=rf"monitors {monitor.monitor}, .* to 1"):
             trainer.fit(ToyModule(), datamodule=toy_data())
     else:
         trainer.fit(ToyModule(), datamodule=toy_data())

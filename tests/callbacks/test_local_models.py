@@ -13,6 +13,7 @@ from fl_lightning import (
     ConfigurationError,
     Federation,
     Personal,
+    PoissonCohort,
     RunReport,
     UniformCohort,
 )
@@ -113,3 +114,18 @@ def test_privacy_names_them_as_what_no_noise_covers(tmp_path):
     central = validating_trainer(ClientEvaluation(local_models=True))
     with pytest.raises(ConfigurationError, match="add a Federation"):
         central.fit(ToyModule(), datamodule=toy_data())
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+def test_a_new_fit_in_an_old_folder_keeps_no_row_of_the_old_one(tmp_path):
+    fit(tmp_path, rounds=3, every=1)
+    *_, path = fit(tmp_path, rounds=2, every=2)  # ends before the old one, and skips a round
+    assert {number for number, _ in losses(path)} == {2}
+
+
+@pytest.mark.filterwarnings("ignore:privacy")
+def test_a_private_round_without_updates_has_no_local_models(tmp_path):
+    private = CentralDP(clip_norm=1.0, noise_multiplier=1.0)
+    nobody = PoissonCohort(fraction=1e-9)
+    *_, path = fit(tmp_path, rounds=1, cohort=nobody, privacy=private, batch_norm=False)
+    assert losses(path).keys() == {(1, "global")}

@@ -406,7 +406,7 @@ class TestReport:
         assert logged["head/bytes_up"] == 8 * (9 * 10 // 2 + 9 * 3)
         assert logged["head/total_bytes_up"] == logged["head/bytes_up"] * num_clients
         assert logged["mask/density"] == 0.3
-        said = "12 of 40 maskable parameters train (density 0.3), 0 densely, 27 frozen"
+        said = "12 of 40 maskable parameters train (density 0.3); other parameters: 0 train, 27 are frozen"
         assert said in caplog.text
         assert sparse.mask.hash() in caplog.text
         events = b"".join(p.read_bytes() for p in (tmp_path / "a/version_0").glob("events*"))

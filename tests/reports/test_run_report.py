@@ -31,13 +31,15 @@ from fl_lightning import (
     RunReport,
     UniformCohort,
 )
+from fl_lightning.callbacks.standard_callbacks import every_round_checkpoint
 from fl_lightning.cli import main
 from fl_lightning.core.processes import write_whole
 from fl_lightning.experiments import ReportRounds
 from fl_lightning.experiments.results import curves
+from fl_lightning.federation import log_numbers
 from fl_lightning.reports.evaluated_model import ResultsTable
 from fl_lightning.reports.history import History, RoundLine, append, begin
-from fl_lightning.reports.overview import RunOverview
+from fl_lightning.reports.overview import RunOverview, why_it_stopped
 from fl_lightning.reports.panels import distribution
 from fl_lightning.reports.run_charts import read_table
 from fl_lightning.reports.run_report import write_report
@@ -242,14 +244,16 @@ def test_the_command_makes_the_page_again(tmp_path, capsys):
     assert f"{folder}/report.html" in capsys.readouterr().out.replace("\n", "")
     first = (folder / "report.html").read_bytes()
     assert first == write_report(folder).read_bytes()
-    with pytest.raises(SystemExit, match=f"holds no rounds .* such as {folder}"):
+    with pytest.raises(SystemExit, match=f"contains no rounds.jsonl: .* such as {folder}"):
         main(["report", str(folder.parent)])
 
 
 def test_a_nan_is_neither_the_least_nor_a_clients_number(tmp_path):
-    with pytest.raises(ConfigurationError, match="max_clients must not be negative, got -1"):
+    with pytest.raises(
+        ConfigurationError, match="RunReport: max_clients must be at least 0, got -1"
+    ):
         RunReport(max_clients=-1)
-    with pytest.raises(ConfigurationError, match="holds no rounds"):
+    with pytest.raises(ConfigurationError, match=r"contains no rounds\.jsonl"):
         write_report(tmp_path)
     for number, loss in enumerate((float("nan"), 0.5, 0.25), start=1):
         append(tmp_path, RoundLine(number, {"val/loss": loss}))
@@ -417,6 +421,53 @@ def test_clients_are_charts_where_they_are_evaluated_every_round(tmp_path, every
     assert ("results/clients/text_summary" in tags["tensors"]) == (every_n_rounds == 0)
     found = curves(Path(logger.log_dir))[name]
     assert found[max(found)] == pytest.approx(float(trainer.callback_metrics[name]))
+
+
+NUMBERS = {"before": "01111", "as resumed": "00011", "after": "00001", "never": "00000"}
+
+
+class Numbers(Callback):
+    """Logs numbers that change before a run is resumed, as it is resumed, after it, and never."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        number = trainer.current_epoch
+        values = {f"round/{name}": float(v[number]) / 3 for name, v in NUMBERS.items()}
+        log_numbers(trainer, values, step=trainer.global_step - 1)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
+def test_charts_of_a_resumed_run_have_all_rounds(tmp_path):
+    def go(rounds, **options):
+        logger = TensorBoardLogger(tmp_path, "toy", version=0)
+        callbacks = [Federation(local_steps=1), Numbers(), every_round_checkpoint()]
+        trainer = validating_trainer(
+            *callbacks,
+            RunReport(page=False),
+            max_epochs=rounds,
+            logger=logger,
+            enable_checkpointing=True,
+        )
+        trainer.fit(ToyModule(), datamodule=toy_data(), **options)
+        logger.experiment.close()
+        return Path(logger.log_dir)
+
+    folder = go(3)
+    go(5, ckpt_path=folder / "checkpoints" / "last.ckpt")
+    events = EventAccumulator(str(folder)).Reload()
+    steps = {
+        name: [event.step for event in events.Scalars(tag)]
+        for name in NUMBERS
+        if (tag := f"· round/{name}") in events.Tags()["scalars"]
+    }
+    # of a constant stretch the first and the last round
+    assert steps == {"before": [0, 1, 2, 3, 4], "as resumed": [0, 2, 3, 4], "after": [0, 3, 4]}
+
+
+def test_a_run_that_went_on_after_an_early_stop_was_not_stopped(tmp_path):
+    stopping = EarlyStopping("val/loss", patience=5)
+    stopping.load_state_dict(stopping.state_dict() | {"stopped_epoch": 1})  # as of a checkpoint
+    trainer, _ = fit(tmp_path, stopping)
+    assert why_it_stopped(trainer) is None
 
 
 def test_what_a_test_logs_each_step_is_a_curve(tmp_path):

@@ -1,1 +1,1 @@
-"""Masks calibrated on clients' data while a run begins, and again."""
+"""Calibration of masks on clients' data, at the start of a run or repeatedly."""

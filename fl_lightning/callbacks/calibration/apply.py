@@ -1,7 +1,7 @@
 """Application of a mask to a module and its optimizer, and checks before a calibration.
 
-Parameters that do not train have ``requires_grad`` False; frozen entries of others are in the
-optimizer's masks.
+A parameter without trained entries gets ``requires_grad = False``. For other parameters, the optimizer's masks
+tell which entries train.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class MaskApplier:
     Args:
         trainer: Trainer with one masked optimizer.
         heads: names of the modules that form the head.
-        head_trains: whether the head's parameters outside the mask train densely.
+        head_trains: whether all entries of the head's parameters outside the mask train.
 
     Attributes:
-        dense: names of the head's parameters that train densely.
+        dense: names of the head's parameters of which all entries train.
 
     Raises:
         ConfigurationError: if the optimizer is no `MaskedOptimizer`.
@@ -65,7 +65,7 @@ class MaskApplier:
         return names
 
     def apply(self, mask: Mask) -> None:
-        """Freeze everything but the mask's entries and a head that trains.
+        """Freeze all entries outside the mask, except those of a head that trains.
 
         Raises:
             ConfigurationError: if the mask does not fit the module, or covers frozen parameters.
@@ -101,10 +101,11 @@ class MaskApplier:
             )
 
     def described(self, mask: Mask) -> str:
-        """Describe the entries outside a mask: how many train densely, and how many are frozen."""
+        """Describe the parameters outside a mask, by the numbers of trained and of frozen entries."""
         dense = sum(self._params[name].numel() for name in self.dense)
         everything = sum(p.numel() for p in self._params.values())
-        return f"{dense:,} densely, {everything - mask.num_entries - dense:,} frozen"
+        frozen = everything - mask.num_entries - dense
+        return f"other parameters: {dense:,} train, {frozen:,} are frozen"
 
     def undo(self) -> None:
         """Unfreeze the parameters that were trainable before the first mask."""
@@ -149,7 +150,7 @@ def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> li
 
 
 def check_run(trainer: Trainer, calibration: Callback, *, per_client: bool) -> None:
-    """Raise ConfigurationError if a run cannot use masks: alone, in several processes, in wrong order."""
+    """Raise ConfigurationError if the Trainer's federation, strategy or order of callbacks rules masks out."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     federation = federation_of(trainer)
     if federation is None:
@@ -173,7 +174,7 @@ def check_run(trainer: Trainer, calibration: Callback, *, per_client: bool) -> N
 
 
 def check_forward(module: LightningModule, sensitivity: Sensitivity | None) -> None:
-    """Raise ConfigurationError for a module without ``forward``, if its logits are scored."""
+    """Raise ConfigurationError if the sensitivity needs logits and the module has no ``forward``."""
     scoring = getattr(sensitivity, "scoring", None)
     uses_forward = sensitivity is None or getattr(scoring, "logits", None) is module_logits
     if uses_forward and not is_overridden("forward", module, LightningModule):

@@ -1,7 +1,7 @@
 """Fit of the head before the first round, on the features of all training examples.
 
-In a federation all clients take part, whatever the cohort: each passes its examples through the
-frozen backbone once, keeps the features, and sends the sums that `HeadFit` needs.
+In a federation all clients take part, not only a cohort. Each client computes the features of its examples with
+the frozen backbone once, and sends the sums over them that `HeadFit` needs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fit_head(trainer: Trainer, names: list[str], fit: HeadFit) -> FittedHead:
     Args:
         trainer: Trainer whose module is on its device.
         names: names of the modules that form the head, which must be one linear layer.
-        fit: the regression.
+        fit: the regression that fits the head.
 
     Raises:
         ConfigurationError: if the head is not one linear layer, or a remote client sends no valid sums.
@@ -60,10 +60,12 @@ def fit_head(trainer: Trainer, names: list[str], fit: HeadFit) -> FittedHead:
             of_each(trainer, clients, counts, find)
 
     def reduce(sums: Tensor) -> None:
-        def read(told: Mapping[str, Tensor], num_examples: int) -> Tensor:
-            own = told.get(HEAD)
+        def read(sent: Mapping[str, Tensor], num_examples: int) -> Tensor:
+            own = sent.get(HEAD)
             if own is None or (own.shape, own.dtype) != form or not own.isfinite().all():
-                raise ValueError("it sent no finite sums for the head")
+                raise ValueError(
+                    f"its sums for the head are not {form[1]} numbers of shape {form[0]}"
+                )
             return own
 
         if remote is not None:
@@ -89,21 +91,13 @@ def fit_head(trainer: Trainer, names: list[str], fit: HeadFit) -> FittedHead:
 def owner_features(
     visit: Visit, owners: ExampleOwners, owner: int, head: nn.Linear, fit: HeadFit
 ) -> Features:
-    """Features and labels of an owner's examples, on the CPU.
-
-    Args:
-        visit: access to the module, see `scoring`.
-        owners: the owners of all examples.
-        owner: number of the owner.
-        head: layer whose inputs are the features.
-        fit: the regression, which gets labels and logits from a batch.
-    """
+    """Features (the inputs of the head) and labels of an owner's examples, on the CPU."""
     parts = [
         (head_features(visit.module, head, batch, fit.logits), fit.labels(batch))
         for batch in owners.batches(visit, owners.shards[owner])
     ]
     features, labels = zip(*parts, strict=True)
-    # the fit is in double precision, which not every accelerator has
+    # on the CPU, because the fit needs double precision, which some accelerators lack
     found = torch.cat(features).float().cpu(), torch.cat(labels).cpu()
     check_labels(found[1], head.out_features)
     return found

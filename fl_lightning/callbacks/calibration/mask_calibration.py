@@ -1,11 +1,11 @@
 """Sparse fine-tuning: a callback that calibrates a mask before the first round and applies it.
 
-Before the first round, scores on the training data decide which entries may move (`OwnerScores`). The
-optimizer then moves only these entries and the head. In a federation clients compute the scores, and
-frozen entries are not sent. In a central run all examples are scored together.
+Before the first round, scores on the training data decide which entries train (`OwnerScores`). The optimizer
+then changes only these entries and the head. In a federation clients compute the scores, and frozen entries
+are not sent. In a central run all examples are scored together.
 
-    bytes of a calibration:    4 · maskable entries · Σ over its rounds of the clients that score
-    bytes of the head's fit:   8 · values in a client's sums · its rounds · clients with examples
+    bytes of a calibration:    4 · maskable entries · number of scoring clients, summed over its rounds
+    bytes of the head's fit:   8 · values in a client's sums · rounds of the fit · clients with examples
 
 Scores are sent in single precision, sums for a head in double precision. These bytes are not part of
 ``round/bytes_up``. A central run sends nothing.
@@ -51,26 +51,27 @@ MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
 class MaskCalibration(Callback):
     """Calibrates a mask when a fit starts, and applies it to the module's optimizer.
 
-    The optimizer must be `SparseSGDM` or `SparseAdamW`. In the Trainer's callbacks this one must come
-    before `Federation`. The mask is printed, logged, drawn per layer, saved as ``mask_v0.safetensors``
-    beside the logs, and part of checkpoints: a resumed run does not calibrate again.
+    The optimizer must be `SparseSGDM` or `SparseAdamW`. In the Trainer's list of callbacks, this callback
+    must come before `Federation`. The mask is logged, drawn per layer, and saved as
+    ``mask_v0.safetensors`` in the run's folder and in checkpoints: a resumed run does not calibrate again.
 
     Parameters that are neither maskable nor in the head, e.g. embeddings, are frozen during the fit.
     Buffers, such as the running statistics of batch norm, are not masked.
 
-    Calibration happens once, before the first round. Every client of a calibration cohort sends 4 bytes
-    per maskable entry in every calibration round, at any density; the sum is
-    ``calibration/total_bytes_up``. One round, a smaller ``cohort`` or a rule without scores send less.
+    By default calibration happens once, before the first round. In each calibration round, every client of
+    its cohort sends 4 bytes per maskable entry, at any density; ``calibration/total_bytes_up`` is the sum.
+    Fewer ``rounds``, a smaller ``cohort`` or a rule without scores send less.
 
     Args:
         density: fraction of the maskable entries that train, in (0, 1].
-        sparsity: 1 - density, an alternative to ``density``.
+        sparsity: 1 - density, in [0, 1), as an alternative to ``density``.
         rule: rule for the entries that train; None for `LeastSensitive`.
         sensitivity: estimator of the scores; None for `SampledFisher`, as in the paper.
         rounds: number of calibration rounds, ≥ 1.
-        progressive: False scores ``rounds`` times without a mask, adds the scores up, and drops once.
-        soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 is off.
-        per_tensor: one threshold per tensor, all with the same density, instead of a global one.
+        progressive: whether every calibration round drops entries and scores the others again. If False,
+            all entries are scored ``rounds`` times, the scores are added, and entries are dropped once.
+        soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 does not change them.
+        per_tensor: whether each tensor has the given density, instead of the whole mask.
         include: patterns of names of the maskable parameters, instead of the layers that
             `maskable_names` chooses.
         exclude: patterns of names of parameters that are not maskable.
@@ -78,18 +79,18 @@ class MaskCalibration(Callback):
             which fits it before calibration, on the frozen backbone's features of all clients' training
             examples, and freezes it.
         head_name: name of the head's module, for modules without timm's ``get_classifier``.
-        cohort: sampler of the clients that score, for each calibration round; None for the federation's
-            sampler. Each client sends one number per maskable entry.
-        max_examples: largest number of examples in a calibration round, over all clients, each in
-            proportion to its examples; None for all.
-        every_n_rounds: calibrate again after every n-th round (epoch in a central run), which gives
+        cohort: sampler of the clients that score in a calibration round; None for the federation's sampler.
+            Each client sends one number per maskable entry.
+        max_examples: largest number of examples in a calibration round, over all clients. If there are more,
+            each client scores examples in proportion to its number; None scores all.
+        every_n_rounds: calibrate again after every n-th round (epoch in a central run), ≥ 1, which gives
             masks of version 1, 2, …; None keeps the first mask.
         per_client: calibrate one mask per client, on its own examples, when it is first sampled.
-            ``cohort`` is then unused, and ``max_examples`` holds for each client. Checkpoints contain
-            the masks, at eight entries per byte; logs contain statistics over them. A backward pass
-            computes all gradients, also of tensors that the client's mask freezes completely.
-        mask_file: file of the first mask, instead of a calibration; options of the calibration then
-            apply to later versions.
+            ``cohort`` is then unused, and ``max_examples`` is the limit of each client. Checkpoints
+            contain all masks, at eight entries per byte; logs contain statistics over the masks. Tensors
+            that a client's mask freezes completely still cost their backward pass.
+        mask_file: file with the first mask, which is then not calibrated; the options of the calibration
+            apply to later masks.
         seed: seed of all draws, each a function of (seed, version, round, client); the run's seed if
             None.
 
@@ -99,7 +100,7 @@ class MaskCalibration(Callback):
         mask: the current mask, on the CPU; None before a fit. With ``per_client``, all maskable entries.
             After a fit in several processes on CPUs, read the file or the checkpoint instead.
         history: round and hash of every version of the mask.
-        unprotected: values of clients that go into the model without the privacy of rounds, in words.
+        unprotected: data of clients that enter the model without the privacy of rounds, as text.
 
     Raises:
         ConfigurationError: if an option is out of range; when the fit starts if the optimizer has no
@@ -142,7 +143,7 @@ class MaskCalibration(Callback):
         check_range("MaskCalibration: every_n_rounds", every_n_rounds, "at least 1", keep)
         if per_client and (every_n_rounds is not None or mask_file is not None):
             raise ConfigurationError(
-                "MaskCalibration: with per_client every client finds its mask once: leave out "
+                "MaskCalibration: with per_client every client calibrates its mask once: leave out "
                 "every_n_rounds and mask_file"
             )
         self._plan: CalibrationPlan | None = None
@@ -181,7 +182,7 @@ class MaskCalibration(Callback):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the mask, and of the sums that remote clients would send for it."""
+        """Traits of masks, and of the sums over clients' examples that calibrate them."""
         needs, instead, ways = {}, {}, {}
         if self.per_client:
             ways["finds masks of the clients' own"] = "set per_client to false"
@@ -256,9 +257,9 @@ class MaskCalibration(Callback):
     def client_masks(self) -> ClientMasks | None:
         """Masks of single clients; None if all clients have the same mask.
 
-        A federation calls this when the fit starts. It must then apply a client's mask in local training,
-        and average every entry over the clients that may move it. A mask is calibrated on first access, at
-        the module's current values, which must be those that the client received.
+        A federation calls this when the fit starts. It then applies a client's mask in local training, and
+        averages every entry over the clients whose masks train it. A mask is calibrated on first access, at
+        the module's current weights, which must be those that the client has received.
         """
         return self._clients
 
@@ -365,15 +366,15 @@ class MaskCalibration(Callback):
             known = self._clients.counts.num_masks
             rank_zero_info(
                 f"masks of clients: each is calibrated when its client is first sampled, on "
-                f"{mask.num_entries:,} maskable parameters; of the others train {others}"
-                f"{f'; {known:,} are from the checkpoint' if known else ''}"
+                f"{mask.num_entries:,} maskable parameters; {others}"
+                f"{f'; {known:,} masks are from the checkpoint' if known else ''}"
             )
             if metrics:
                 log_once(trainer, "mask", metrics, step=trainer.global_step)
             return
         words = (
             f"mask {self.version}: {mask.num_active:,} of {mask.num_entries:,} maskable parameters "
-            f"train (density {mask.density:.4g}), {others}; {origin}; hash {mask.hash()}"
+            f"train (density {mask.density:.4g}); {others}; {origin}; hash {mask.hash()}"
         )
         is_one_of_many = self._every_n_rounds is not None
         report_mask(trainer, mask, self.version, words, metrics, is_one_of_many=is_one_of_many)

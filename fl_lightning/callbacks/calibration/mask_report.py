@@ -1,7 +1,6 @@
-"""Report of a new mask, and masks per client.
+"""Report of a new mask, and masks of single clients.
 
-With one mask per client, each client calibrates when it is first sampled and sends its mask instead of
-scores, see `ClientMasks.exchange`.
+With one mask per client, each client calibrates when it is first sampled. It sends its mask instead of scores.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def report_mask(
         mask: the new mask.
         version: number of the mask, from 0.
         words: line to print.
-        metrics: further numbers to log; None logs nothing, for a mask of a resumed run.
-        is_one_of_many: whether further masks follow, so that numbers are logged as curves.
+        metrics: further numbers to log; None logs no numbers, for a mask of a resumed run.
+        is_one_of_many: whether further masks may follow; their numbers are then logged as curves.
     """
     folder = run_folder(trainer)  # a collective operation: every process must call it
     rank_zero_info(words)
@@ -61,14 +60,11 @@ def report_mask(
     save_mask(mask, Path(folder) / f"mask_v{version}.safetensors")
 
 
-_MOST_BARS = 150  # with more layers, they are joined into blocks
+_MOST_BARS = 150  # if there are more layers, a bar shows a block of layers
 
 
 def density_figure(mask: Mask) -> Any:
-    """Return a Matplotlib bar chart: for each layer, in order, the fraction of its entries that train under the mask.
-
-    A line marks the density of the whole mask.
-    """
+    """Return a Matplotlib bar chart of the density of each layer; a line marks the density of the whole mask."""
     rows, depth = density_per_layer(mask), 8
     while len(rows) > _MOST_BARS and depth > 1:
         depth -= 1
@@ -76,7 +72,7 @@ def density_figure(mask: Mask) -> Any:
     names, densities = [row.name for row in rows], [row.density for row in rows]
     panel = bars(names, densities, x="density", mark=mask.density, most=1.0)
     # above the whole figure: long names of layers leave little room above the bars
-    title = f"{mask.num_active:,} of {mask.num_entries:,} entries may move"
+    title = f"{mask.num_active:,} of {mask.num_entries:,} entries train"
     return draw({"": panel}, title, height=1.2 + 0.16 * len(rows))[0]
 
 
@@ -84,10 +80,10 @@ class ClientMasks:
     """Masks of single clients, each calibrated on first access.
 
     Args:
-        find: calibrates the mask of a client.
+        find: function that calibrates the mask of a client.
 
     Attributes:
-        counts: statistics over the masks that all processes have.
+        counts: statistics over the masks that `exchange` has shared.
 
     Example:
         >>> import torch
@@ -144,12 +140,12 @@ class ClientMasks:
 
 
 def report_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> None:
-    """Print and log a summary of the clients' masks so far.
+    """Print and log a summary of the clients' masks so far, after a server step.
 
     Args:
-        trainer: Trainer at the end of a round with new masks, after the server step.
+        trainer: Trainer of the fit.
         counts: statistics over all masks so far.
-        num_bytes: payload bytes of the new masks.
+        num_bytes: payload bytes of the round's new masks.
     """
     num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
     has_pairs = counts.num_masks > 1

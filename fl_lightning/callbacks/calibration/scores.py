@@ -2,12 +2,12 @@
 
     F_j = Σ_c Σ_{i of c} f_ij / Σ_c n_c        over the clients c of a calibration cohort
 
-Every client sends sums over its examples, the server adds them and ranks the mean. So the mean is
-weighted by examples, and equals that of the pooled examples. Each process scores its share of the
-clients, and the sums are added over processes, so that all have the same mask. An error in one process is
-raised in all.
+f_ij is the score of entry j on example i, and n_c the number of examples of client c. Every client sends sums
+over its examples. The server adds the sums and ranks the means F_j, which equal those of the pooled examples.
 
-Sums are added in double precision, so that their order and the number of processes hardly matter.
+Each process scores a part of the clients. The sums are added over processes, so that all processes find the
+same mask, and in double precision, so that the order of the clients and the number of processes hardly matter.
+An error in one process is raised in all.
 
 The owners of examples are the clients, or in a central run one owner of all examples. Examples are read in
 the order of their indices, without augmentation if the data set supports it.
@@ -60,7 +60,7 @@ SCORES = "scores"  # name of the sums that remote clients send
 
 
 def example_owners(trainer: Trainer) -> ExampleOwners:
-    """Owners of the training examples of a fit.
+    """Owners of a fit's training examples: the clients, or in a central run one owner of all examples.
 
     Raises:
         ConfigurationError: in a central run, if the training data are not one `DataLoader` over a
@@ -89,8 +89,8 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
 def scoring(trainer: Trainer) -> Iterator[Visit]:
     """Yield access to a Trainer's module in this block, in eval mode and the Trainer's precision.
 
-    A run in 16-mixed scores in single precision: in half precision the smallest squared gradients,
-    which decide about the mask, would become 0.
+    In a run with 16-mixed, the precision is single: in half precision the smallest squared gradients, which
+    decide which entries train, would become 0.
     """
     is_half = trainer.precision == "16-mixed"
     context = nullcontext() if is_half else trainer.precision_plugin.forward_context()
@@ -101,16 +101,16 @@ def scoring(trainer: Trainer) -> Iterator[Visit]:
 def of_each(
     trainer: Trainer, owners: Integers, counts: Integers, work: Callable[[int, int], None]
 ) -> None:
-    """Call a function for every owner, in one of the processes; every process must call this.
+    """Call a function once for every owner, divided among the processes; every process must call this.
 
     Args:
         trainer: the Trainer.
         owners: numbers of the owners.
-        counts: number of examples of each.
-        work: called with an owner and the number of its examples.
+        counts: numbers of their examples, by which the work is divided.
+        work: function of an owner and the number of its examples.
 
     Raises:
-        Exception: the error of this process; or else a `ConfigurationError` with that of another one.
+        Exception: the error of this process, or a `ConfigurationError` with the error of another process.
     """
     ranks = Ranks(trainer)
     mine = shares(counts, ranks.size)[ranks.rank]
@@ -134,8 +134,8 @@ class OwnerScores:
     Args:
         sensitivity: estimator of the scores; None for `SampledFisher`.
         cohort: sampler of the clients that score in a federation; None for the federation's sampler.
-        max_examples: largest number of examples in a calibration round, over all owners, each in
-            proportion to its examples; None for all.
+        max_examples: largest number of examples in a calibration round, over all owners. If there are more,
+            each owner scores examples in proportion to its number; None scores all.
         seed: root of all draws, each a function of (seed, version, round, client).
     """
 
@@ -174,7 +174,7 @@ class OwnerScores:
                 ids, (clients, counts) = (version, number), draws[number]
                 if remote is None:
                     score = self.score(visit, owners, values, ids)
-                else:  # arrive in the order of the clients
+                else:  # scores arrive in the order of the clients
                     asked = dict(zip(clients.tolist(), counts.tolist(), strict=True))
                     options = {"version": version, "round": number}
                     read = partial(_checked, values)
@@ -188,13 +188,9 @@ class OwnerScores:
     def mask_of(
         self, trainer: Trainer, plan: CalibrationPlan, names: list[str], owner: int
     ) -> Mask:
-        """Calibrate a mask on the examples of one owner, on the CPU; only one process calls this.
+        """Calibrate a mask on the examples of one owner, at the module's current weights.
 
-        Args:
-            trainer: Trainer whose module has the values that the owner received.
-            plan: options of the calibration.
-            names: names of the maskable parameters.
-            owner: number of the owner.
+        Only one process calls this. The mask is on the CPU.
         """
         owners = example_owners(trainer)
         total = int(owners.shards.num_examples[owner])
@@ -228,7 +224,7 @@ class OwnerScores:
     def _drawn(
         self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
     ) -> tuple[Integers, Integers]:
-        """Draw the owners of a calibration round; return their numbers, and how many examples each of them scores."""
+        """Draw the owners of a calibration round; return their ids, and how many examples each one scores."""
         federation, sizes = federation_of(trainer), owners.shards.num_examples
         sampler = AllClients() if federation is None else self.cohort or federation.cohort
         ids = sampler.sample(number, Population(sizes), derive_seed(self.seed, _PURPOSE, version))
@@ -244,12 +240,12 @@ class OwnerScores:
         values: Mapping[str, Tensor],
         ids: tuple[int, int],
     ) -> Callable[[int, int], Scores]:
-        """Return a function from an owner and a number of its examples to their scores.
+        """Return a function that scores a number of an owner's examples.
 
         Args:
             visit: access to the module, see `scoring`.
-            owners: the owners of all examples.
-            values: parameter values to score at, by name.
+            owners: owners of all examples.
+            values: values of the parameters at which examples are scored, by name.
             ids: version of the mask, and calibration round.
         """
         sensitivity = self.sensitivity or SampledFisher()
@@ -268,18 +264,18 @@ class OwnerScores:
         return score
 
 
-def _checked(values: Mapping[str, Tensor], told: Mapping[str, Tensor], num_examples: int) -> Scores:
-    """Return the scores of a remote client.
+def _checked(values: Mapping[str, Tensor], sent: Mapping[str, Tensor], num_examples: int) -> Scores:
+    """Return the scores that a remote client has sent.
 
     Raises:
-        ValueError: if they are not scores of these values.
+        ValueError: if names or shapes are not those of the values, or a score is negative or not finite.
     """
-    if {n: own.shape for n, own in told.items()} != {n: own.shape for n, own in values.items()}:
+    if {n: own.shape for n, own in sent.items()} != {n: own.shape for n, own in values.items()}:
         raise ValueError("its scores are not of these entries")
     reals = (torch.float32, torch.float64)
-    if not all(own.dtype in reals and (own.isfinite() & (own >= 0)).all() for own in told.values()):
+    if not all(own.dtype in reals and (own.isfinite() & (own >= 0)).all() for own in sent.values()):
         raise ValueError("its scores are no finite numbers ≥ 0")
-    return Scores(told, num_examples)
+    return Scores(sent, num_examples)
 
 
 def _summed(
