@@ -62,7 +62,7 @@ CAPS = {
     "nas": (10785, 45),
     "privacy": (2381, 13),
     "secure": (4348, 20),
-    "reports": (3579, 15),
+    "reports": (3577, 15),
     "server": (4025, 19),
     "sparsity": (3115, 21),
     "updates": (2289, 8),
