@@ -145,7 +145,10 @@ def output_of(
             text=True,
             timeout=timeout,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        module = command[2] if command[1:2] == ["-m"] else command[0]
+        raise MeasurementError(f"{module} took longer than {timeout:.0f} s") from error
+    except OSError as error:
         raise MeasurementError(_one_line(str(error))) from error
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if line.strip()]

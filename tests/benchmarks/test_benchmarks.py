@@ -328,6 +328,8 @@ def test_a_command_that_fails_says_why(monkeypatch, capsys):
         run(["python", "-c", "raise SystemExit('no such file')"])
     with pytest.raises(MeasurementError, match="nonsense"):
         run(["a-nonsense-command"])
+    with pytest.raises(MeasurementError, match=r"http\.server took longer than 1 s"):
+        run([sys.executable, "-m", "http.server", "0"], timeout=0.6)
     monkeypatch.setattr("sys.argv", ["benchmarks", "--workloads", "W9"])
     with pytest.raises(SystemExit):
         command.main()
