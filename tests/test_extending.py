@@ -383,7 +383,7 @@ class TestAStage:
         with pytest.raises(ConfigurationError, match=r"(?s)likes?.* 2 rounds.*likes?.* 2 rounds"):
             run(stages=[Picky(), type("More", (Picky,), {})()])
 
-    @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
+    @pytest.mark.filterwarnings("ignore:engine. sequential, not slots:UserWarning")
     @pytest.mark.parametrize("engine", ["sequential", "slots"])
     def test_what_acts_in_the_module_is_called_for_every_client(self, engine):
         called = []

@@ -22,7 +22,7 @@ from fl_lightning.data.client_examples import Trigger, is_pair
 
 
 class BackdoorSuccess(Callback):
-    """Logs ``val/backdoor_success`` and ``test/backdoor_success``, fractions in [0, 1].
+    """Logs ``val/backdoor_success`` (or ``test/…``): fraction of triggered images classified as the target.
 
     Every evaluation batch passes through the module a second time, with the trigger. In a run without
     attackers it measures the effect of the trigger on a clean model.
@@ -49,7 +49,7 @@ class BackdoorSuccess(Callback):
         self._counts = torch.zeros(2)
 
     def count(self, module: torch.nn.Module, batch: Any) -> Tensor:
-        """Numbers of images of other classes: those classified as the target, and all; float64, shape (2,)."""
+        """Return (hits, all) for a batch's images of non-target classes, with the trigger; float64, shape (2,)."""
         if not is_pair(batch):
             raise ConfigurationError(
                 f"BackdoorSuccess needs batches of images and labels, got {type(batch).__name__}"
@@ -71,7 +71,7 @@ class BackdoorSuccess(Callback):
         return torch.stack([hits.sum(), others.sum()]).double().cpu()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the counts."""
+        """Reset the counts of images and of hits."""
         self._counts = torch.zeros(2, dtype=torch.float64)
 
     def on_validation_batch_end(
@@ -83,12 +83,12 @@ class BackdoorSuccess(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count a batch."""
+        """Count the images of a batch, and how many of them the trigger turns into the target class."""
         with trainer.precision_plugin.forward_context():
             self._counts += self.count(pl_module, batch)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the success rate, if there are images that count."""
+        """Log the attack's success rate, unless all images are of the target class."""
         counts = self._counts.to(pl_module.device)
         hits, others = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         if others:

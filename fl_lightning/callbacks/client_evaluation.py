@@ -45,7 +45,7 @@ _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll
 
 
 class ClientEvaluation(Callback):
-    """Evaluates the global model, and personal models, on every client's held-out examples.
+    """Evaluates the global model, and personal models if any, on each client's held-out examples.
 
     At the end of a fit and in ``validate``, clients are evaluated on their validation examples; in ``test``,
     on their test examples. Set ``client_val_fraction`` and ``client_test_fraction`` of
@@ -101,7 +101,7 @@ class ClientEvaluation(Callback):
         self._origin.note(trainer, pl_module, checkpoint)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the metrics that other callbacks monitor, and add the stage for local models."""
+        """Check that client metrics are logged as often as other callbacks monitor them; set up local models."""
         if stage == "fit":
             self._check_monitors(trainer)
             if self._local is not None:
@@ -120,12 +120,12 @@ class ClientEvaluation(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare the evaluation of local models."""
+        """Prepare the evaluation of the clients' local models, if it is wanted."""
         if self._local is not None:
             self._local.begin(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate after every n-th round."""
+        """Evaluate the clients after every n-th round (``every_n_rounds``)."""
         if self._local is not None:
             self._local.report(trainer)
         n = self.every_n_rounds
@@ -133,7 +133,7 @@ class ClientEvaluation(Callback):
             self._report(trainer, pl_module, "validation")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last global model, unless the last round has already evaluated it."""
+        """Evaluate the final global model on the clients, unless this was done after the last round."""
         averaging = getattr(callbacks, "WeightAveraging", ())  # may have changed the model since
         is_new = any(isinstance(one, averaging) for one in trainer.callbacks)  # type: ignore[attr-defined]
         n = self.every_n_rounds
@@ -141,12 +141,12 @@ class ClientEvaluation(Callback):
             self._report(trainer, pl_module, "validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate in the ``validate`` command, but not in the validations of a fit."""
+        """Evaluate the clients in the command ``validate``, but not in the validations of a fit."""
         if trainer.state.fn == "validate":
             self._report(trainer, pl_module, "validation")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate in the ``test`` command."""
+        """Evaluate the clients on their test examples, after a test."""
         self._report(trainer, pl_module, "test")
 
     def _report(self, trainer: Trainer, module: LightningModule, stage: StepOf) -> None:
@@ -178,7 +178,7 @@ class ClientEvaluation(Callback):
         examples: ClientExamples,
         found: dict[int, dict[str, Tensor]],
     ) -> None:
-        """Print, log and save the metrics of the clients of all processes."""
+        """Gather the per-client metrics of all processes; print, log and save them."""
         values = dict(sorted(p for share in Ranks(trainer).gather(found) for p in share.items()))
         if not values and trainer.datamodule.evaluated_by is None:  # type: ignore[attr-defined]
             rank_zero_warn(
@@ -214,7 +214,7 @@ class ClientEvaluation(Callback):
 def _why_not(
     data: FederatedDataModule, stage: StepOf, examples: ClientExamples, *, has_models: bool
 ) -> str | None:
-    """Reason why clients cannot be evaluated, or None if they can."""
+    """Return in words why the clients cannot be evaluated, or None if they can."""
     if examples.are_common and has_models:
         return None
     if examples.are_common:
@@ -229,7 +229,7 @@ def _why_not(
 
 
 def _statistics(name: str, key: str, values: Tensor) -> dict[str, float]:
-    """Log a metric's statistics over clients, and return them by name, such as ``clients/val_loss_mean``."""
+    """Return a metric's statistics over clients by name, such as ``clients/val_loss_mean``, and log them."""
     higher_is_better = not any(part in name.lower() for part in _LOWER_IS_BETTER)
     worst = float(worst_decile(values, higher_is_better=higher_is_better))
     mean, std = float(values.mean()), float(values.std(correction=0))
@@ -256,7 +256,7 @@ def _save(path: Path, values: Mapping[int, Mapping[str, float]], examples: Clien
 
 
 def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
-    """Mean over the worst tenth of the clients, at least one client; NaN is worse than any number.
+    """Return a metric's mean over the worst 10 % of clients (at least one); NaN counts as the worst value.
 
     Example:
         >>> worst_decile(torch.linspace(0, 1, 20), higher_is_better=True)
@@ -269,7 +269,7 @@ def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
 
 
 def jains_index(values: Tensor) -> Tensor:
-    """Jain's fairness index (Σx)² / (n Σx²) of values ≥ 0: 1 if all are equal, 1/n if one is not 0.
+    """Jain's fairness index (Σx)² / (n Σx²) of values ≥ 0: 1 if all are equal, 1/n if all but one are 0.
 
     Source: Jain et al. 1984, A Quantitative Measure of Fairness, Section 3.
 

@@ -40,7 +40,7 @@ GLOBAL = "global"  # in the column of clients, for the global model
 
 
 class LocalModels(Stage):
-    """Evaluates the local models of a round, which it keeps in memory, and the new global model.
+    """Evaluates each client's model after local training, and the new global model, on the common test set.
 
     Args:
         every_n_rounds: number of rounds between two evaluations, ≥ 1.
@@ -56,7 +56,7 @@ class LocalModels(Stage):
         self._models: dict[int, tuple[Tensor, Tensor]] = {}
 
     def join(self, trainer: Trainer) -> None:
-        """Add this stage to a Trainer's federation.
+        """Add this evaluation to a Trainer's federation, so that it receives the clients' updates.
 
         Raises:
             ConfigurationError: if there is no federation, or the data have no clients.
@@ -71,7 +71,7 @@ class LocalModels(Stage):
         federation.add(self)
 
     def begin(self, trainer: Trainer) -> None:
-        """Set up the test set, and drop rows of later rounds from the table; every process must call this."""
+        """Read the test set, and drop later rounds from ``local_models.csv``; every process must call this."""
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         data.setup("test")
         self._examples = common_test_examples(trainer, data)
@@ -103,7 +103,7 @@ class LocalModels(Stage):
 
     @contextmanager
     def _loaded(self, client: int) -> Iterator[None]:
-        """Load a client's local model into the module inside this block."""
+        """Load a client's local model into the module for the duration of a ``with`` block."""
         local, federation = self._run.local, federation_of(self._run.trainer)
         assert federation is not None
         personal = federation.personal_models(self._run.trainer)
@@ -119,7 +119,7 @@ class LocalModels(Stage):
                 local.buffers.write(before.buffers)
 
     def report(self, trainer: Trainer) -> None:
-        """Evaluate the models of the round that has ended, if it is an n-th one."""
+        """Evaluate the local models of the round that has ended, if this is due (every n-th round)."""
         if not self._is_due:
             return
         number = trainer.current_epoch + 1
@@ -168,7 +168,7 @@ class LocalModels(Stage):
 
 
 def _write(path: Path, completed: int, rows: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Drop the rows of a table after a number of completed rounds, and append rows."""
+    """Rewrite a CSV file: keep the rows of the first ``completed`` rounds, and append the given rows."""
     import pandas  # half a second to import
 
     tables = [pandas.DataFrame(rows)] if rows else []

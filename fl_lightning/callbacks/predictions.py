@@ -17,7 +17,7 @@ from fl_lightning.federation import own_run_folder
 
 
 class Predictions(Callback):
-    """Writes the predictions for all data loaders into the run's folder.
+    """Writes the predictions of the command ``predict`` into a file in the run's folder.
 
     If the predictions of all batches are tensors with one or two axes, e.g. classes or probabilities,
     ``predictions.csv`` has one row per example, in the loader's order, with the number of the loader, the
@@ -37,7 +37,7 @@ class Predictions(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the predictions of an earlier run."""
+        """Forget the predictions of an earlier call of ``predict``."""
         self._loaders, self.path = {}, None
 
     @override
@@ -50,14 +50,14 @@ class Predictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep a batch's prediction in memory, if there is one."""
+        """Keep the module's predictions for a batch in memory, if it returned any."""
         if outputs is None:
             return
         self._loaders.setdefault(dataloader_idx, []).append(move_data_to_device(outputs, "cpu"))
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the predictions, if there are any."""
+        """Write all predictions into the file, if there are any."""
         if not self._loaders or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         process = f"_process_{trainer.global_rank}" if trainer.world_size > 1 else ""

@@ -16,7 +16,7 @@ from fl_lightning.federation import ClientExamples, StepOf, evaluate_clients, li
 
 
 class Retention(Callback):
-    """Logs ``retention/val/…`` and ``retention/test/…``: the module's metrics on an earlier task.
+    """Measures forgetting: logs the module's metrics on an earlier task, as ``retention/val/…`` or ``/test/…``.
 
     Each validation or test of the run is followed by an evaluation on the validation or test set of the
     earlier task. Other metrics of the run do not change.
@@ -38,18 +38,18 @@ class Retention(Callback):
         self.data = data
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set up the earlier task's data; only one process downloads files."""
+        """Prepare the earlier task's data; only one process downloads files."""
         if trainer.is_global_zero:
             self.data.prepare_data()
         trainer.strategy.barrier()
         self.data.setup(stage)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the model on the earlier task."""
+        """Evaluate the model on the earlier task's validation set, and log the metrics."""
         self._evaluate(trainer, "validation", self.data.val_dataloader(), trainer.limit_val_batches)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the model on the earlier task."""
+        """Evaluate the model on the earlier task's test set, and log the metrics."""
         self._evaluate(trainer, "test", self.data.test_dataloader(), trainer.limit_test_batches)
 
     def _evaluate(self, trainer: Trainer, stage: StepOf, loader: Any, limit: float) -> None:

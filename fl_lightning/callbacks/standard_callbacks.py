@@ -24,7 +24,7 @@ def standard_callbacks(
     is_federated: bool = True,
     report: bool = True,
 ) -> list[Callback]:
-    """Return the callbacks that the command line adds to every run, for a Trainer in Python.
+    """Return the callbacks that the command line adds to every run, to give to a Trainer in Python.
 
     They show an overview before the first round and a progress bar of rounds, and write ``run.log``, the
     partition as picture and table, every client's metrics at the end, ``last.ckpt`` after every round, a
@@ -67,7 +67,7 @@ def standard_callbacks(
 
 
 def every_round_checkpoint() -> ModelCheckpoint:
-    """Return a callback that overwrites ``last.ckpt`` at the end of every round.
+    """Return a callback that saves a checkpoint after every round, always as ``last.ckpt``.
 
     (``save_last`` alone saves only when the callback saves another checkpoint as well.)
     """

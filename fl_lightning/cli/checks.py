@@ -38,7 +38,7 @@ _OF_PYTORCH = {
 
 
 def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
-    """Yield the path and the options of each class and block in a configuration, inner ones first."""
+    """Yield path and options of every class and option block in a configuration; inner blocks come first."""
     if isinstance(node, list):
         for number, entry in enumerate(node):
             yield from specs(entry, f"{path}[{number}]")
@@ -53,7 +53,7 @@ def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
 
 
 def is_spec(value: Any) -> bool:
-    """Return whether a value names a class to build, as a mapping with ``class_path``."""
+    """Return whether a configuration's value is a mapping with ``class_path``, i.e. a class to build."""
     return isinstance(value, dict | Namespace) and isinstance(value.get("class_path"), str)
 
 
@@ -67,7 +67,7 @@ def imported(class_path: str) -> Any:
 
 
 def check_values(configuration: Any) -> None:
-    """Check the options of the Trainer and of PyTorch's classes, and the seeds.
+    """Check that Trainer options, seeds, and options of optimizers, schedulers and callbacks are in their ranges.
 
     Raises:
         ConfigurationError: naming the path of every option with a wrong value.

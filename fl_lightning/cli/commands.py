@@ -42,7 +42,7 @@ _WITH_FITS = ("compare", "sweep", "search", "network")
 
 
 def parser_of(command: str) -> Parser:
-    """Return the parser of one of this package's own commands; imports the command's module.
+    """Return the argument parser of one of this package's own commands, e.g. ``compare``.
 
     Args:
         command: ``report``, ``export``, ``compare``, ``sweep``, ``search``, ``latency`` or ``network``.
@@ -55,7 +55,7 @@ def parser_of(command: str) -> Parser:
 
 
 def run_command(args: ArgsType) -> None:
-    """Run a command; a configuration error ends the process with one sentence.
+    """Run a command line; if the user can correct an error, print one sentence about it and exit.
 
     Args:
         args: words of the command line, in which configurations and classes have their whole paths.
@@ -78,7 +78,7 @@ def _run(words: Any) -> None:
 
 
 def resolve(words: Sequence[str]) -> str:
-    """Return the complete configuration of a fit, as YAML, and check it as far as possible without a run.
+    """Return the complete configuration of a ``fit`` as YAML, checked as far as possible without training.
 
     Raises:
         ConfigurationError: if an option is refused, or the federation refuses its options together.
@@ -103,7 +103,7 @@ def resolve(words: Sequence[str]) -> str:
 
 
 def fit_run(words: Sequence[str], callbacks: Sequence[Callback]) -> None:
-    """Run ``fit`` with additional callbacks, in a worker process.
+    """Run the command ``fit`` with additional callbacks, in a worker process of ``compare`` or ``sweep``.
 
     Raises:
         ConfigurationError: for a setting that cannot work, even if another library refuses it.
@@ -127,7 +127,7 @@ def run_lightning(
     cli: type[FederatedCLI] = FederatedCLI,
     keeps_configuration: bool = True,
 ) -> None:
-    """Run one of Lightning's subcommands.
+    """Run one of Lightning's subcommands, e.g. ``fit`` or ``validate``.
 
     Args:
         args: the words of the command line.

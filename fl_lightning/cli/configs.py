@@ -21,13 +21,13 @@ to FILE (default: NAME.yaml in this folder), to be edited."""
 
 
 def folder() -> Path:
-    """Folder of the packaged configurations: in the package, or beside it in a checkout."""
+    """Return the folder of this package's own configurations: in the package, or beside it in a checkout."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"
 
 
 def names() -> list[str]:
-    """Return the names of the packaged configurations, those outside subfolders first.
+    """Return the names of the YAML configurations that come with this package; those in subfolders last.
 
     Example:
         >>> names()[0], "algorithms/fedprox" in names()
@@ -39,7 +39,7 @@ def names() -> list[str]:
 
 
 def with_paths(words: Sequence[str]) -> list[str]:
-    """Replace the names of packaged configurations in a command line by the paths of their files.
+    """Replace names of this package's configurations in a command line by the paths of their files.
 
     An existing file takes precedence over a packaged configuration of the same name.
 
@@ -62,7 +62,7 @@ def with_paths(words: Sequence[str]) -> list[str]:
 
 
 def run(words: Sequence[str]) -> str:
-    """Run ``fl-lightning configs`` and return its output.
+    """Run ``fl-lightning configs``, which lists or copies this package's configurations; return its output.
 
     Raises:
         ConfigurationError: if the words are not understood, or the file to write exists.
@@ -86,7 +86,7 @@ def run(words: Sequence[str]) -> str:
 
 
 def _with_whole_paths(source: Path) -> str:
-    """Return a configuration's text, in which paths of other packaged files are absolute."""
+    """Return a configuration file's text, with the relative paths of other YAML files made absolute."""
     text = source.read_text(encoding="utf-8")
     return re.sub(
         r"\.\./[\w./]+\.yaml", lambda found: str((source.parent / found[0]).resolve()), text

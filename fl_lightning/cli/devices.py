@@ -57,7 +57,7 @@ def asks_for_several(trainer: Mapping[str, Any]) -> bool:
 def automatic_processes(
     trainer: Mapping[str, Any], federation: Federation, data: Any, num_threads: int | None
 ) -> int:
-    """Number of processes of a fit on CPUs if the configuration does not set it, else 1.
+    """Return how many processes a fit on CPUs should start; 1 if the configuration sets the number itself.
 
     It is the number of usable cores, but at most the number of clients in a round. It is 1 if processes
     cannot be forked, if torchrun or SLURM has started processes, or if ``num_threads`` is above 1.
@@ -94,14 +94,14 @@ def _is_open(trainer: Mapping[str, Any]) -> bool:
 
 
 def _starts_its_own() -> bool:
-    """Return whether this process can fork others, and was not started by a launcher such as torchrun."""
+    """Return whether this process may fork others: on Linux, and not started by a launcher such as torchrun."""
     taken = "LOCAL_RANK" in os.environ or any(e.detect() for e in _ENVIRONMENTS)
     return not taken and sys.platform == "linux" and can_fork()
 
 
 @dataclass(frozen=True)
 class Started:
-    """Processes of one run that a launcher such as torchrun has started.
+    """How many processes a launcher such as torchrun has started for this run.
 
     Attributes:
         by: name of the launcher.
@@ -123,7 +123,7 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI
 
 
 def started(environ: Mapping[str, str] = os.environ) -> Started | None:
-    """Return the processes that a launcher started together with this one; None without a launcher.
+    """Return how many processes a launcher such as torchrun has started for this run; None without a launcher.
 
     Example:
         >>> started({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})

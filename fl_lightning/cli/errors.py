@@ -58,7 +58,7 @@ _CONFIGURATION: ContextVar[Any] = ContextVar("configuration", default=None)
 
 
 class Refusal(BaseException):
-    """Carries a constructor's error through the parser, which would reword an `Exception` or try another type."""
+    """Wraps a constructor's error, so that the parser neither rewords the error nor tries another type."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -66,7 +66,7 @@ class Refusal(BaseException):
 
 
 def _with_path(kind: Any, options: Mapping[str, Any], error: Exception) -> Exception:
-    """Convert a constructor's error to a ConfigurationError with the option's path; a bug is returned unchanged."""
+    """Turn a constructor's error into a ConfigurationError that names the option's path; return a bug unchanged."""
     configuration = _CONFIGURATION.get()
     is_ours = kind.__module__.startswith("fl_lightning")
     text = next((str(e) for e in causes(error) if isinstance(e, _EXPECTED)), None)
@@ -83,7 +83,7 @@ def _with_path(kind: Any, options: Mapping[str, Any], error: Exception) -> Excep
 
 
 def _describes(spec: Namespace, kind: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether a part of the configuration names this class, with these options."""
+    """Return whether a block of the configuration is the one that builds this class with these options."""
     name = spec.get("class_path")
     given: dict[str, Any] = vars(spec if name is None else spec.get("init_args") or spec)
     is_kind = options.keys() == given.keys() if name is None else imported(name) is kind
@@ -102,7 +102,7 @@ def _describes(spec: Namespace, kind: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _placed(text: str, place: str, kind: Any, options: Mapping[str, Any]) -> str:
-    """Put the path of the option that a sentence names ahead of it, and the option's value at its end if missing."""
+    """Begin an error message with the path of the option that it names, and add the option's value if missing."""
     inside = place if kind in (*BARE, Trainer) else f"{place}.init_args"
     for prefix in (kind.__name__, place, place.rpartition(".")[2]):
         text = text.removeprefix(f"{prefix}: ")
@@ -130,7 +130,7 @@ _ADDED = (
 
 
 def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> Trainer:
-    """Build a Trainer by a function, given the Trainer's options for messages.
+    """Build the Trainer, and turn Lightning's errors into ConfigurationErrors that name the refused option.
 
     Raises:
         ConfigurationError: naming the option that Lightning refuses.
@@ -146,7 +146,7 @@ def built_trainer(build: Callable[[], Trainer], options: Mapping[str, Any]) -> T
 
 
 def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
-    """Build an object for the parser, which must not take an error of the constructor for a wrong type of a union."""
+    """Build an object of the configuration; wrap its error, which the parser could take for a wrong type."""
     try:
         # in unions of protocols, the parser accepts some values of a wrong type
         if kind.__module__.startswith("fl_lightning.") and inspect.isclass(kind):
@@ -161,7 +161,7 @@ def _built(build: Any, kind: Any, args: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _takes(kind: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether a constructor has a parameter for each option."""
+    """Return whether a constructor accepts all given options by name."""
     try:
         parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):
@@ -178,7 +178,7 @@ add_instantiator(_build, object)  # type: ignore[arg-type]
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, which reports an error as one sentence."""
+    """Lightning's argument parser, changed to report every error as one sentence."""
 
     # for the parser of a class (or function) in a configuration, this class; None for a command line's parser
     owner: Any = None
@@ -187,7 +187,7 @@ class Parser(LightningArgumentParser):
     def add_class_arguments(
         self, class_type: Any, nested_key: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """Add the options of a class; jsonargparse creates a parser for each class in a configuration."""
+        """Add the options of a class, and note the class in its parser: each class in a configuration has its own."""
         self._keep_owner(class_type, nested_key)
         return super().add_class_arguments(class_type, nested_key, *rest, **options)
 
@@ -195,7 +195,7 @@ class Parser(LightningArgumentParser):
     def add_function_arguments(
         self, function: Any, nested_key: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """Add the options of a function, which may build an object in a configuration."""
+        """Add the options of a function that builds an object of the configuration, and note the function."""
         self._keep_owner(function, nested_key)
         return super().add_function_arguments(function, nested_key, *rest, **options)
 
@@ -205,7 +205,7 @@ class Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the error as one sentence and exit with code 2; the parser of a class raises it instead."""
+        """Print the error as one sentence and exit with code 2; the inner parser of one class raises it instead."""
         text = sentence(message, self, self.owner)
         if not self.exit_on_error:
             super().error(without_marks(text) if self.owner is None else text, ex)
@@ -214,13 +214,13 @@ class Parser(LightningArgumentParser):
 
     @override
     def parse_args(self, args: Any = None, *rest: Any, **options: Any) -> Any:
-        """Parse words of a command line; in a class's parser, ``None`` is the null that jsonargparse passes on."""
+        """Parse words of a command line; the inner parser of one class reads jsonargparse's ``=None`` as null."""
         if isinstance(args, list) and not self.exit_on_error:
             args = [re.sub("=None$", "=null", word) for word in args]
         return super().parse_args(args, *rest, **options)
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
-        """Register a function that builds models or data modules, and report errors of their constructors as well."""
+        """Register a function that builds models or data modules; errors of their constructors then name the option."""
 
         @wraps(instantiator)  # the parser reads its parameters
         def build(kind: Any, /, *own: Any, **options: Any) -> Any:
@@ -231,7 +231,7 @@ class Parser(LightningArgumentParser):
         super().add_instantiator(build, *args, **kwargs)
 
     def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Any:
-        """Build all objects of a configuration.
+        """Build all objects of a configuration; raise an error that names the option at fault.
 
         Raises:
             ConfigurationError: naming the option that a class refuses.
@@ -289,7 +289,7 @@ def _by_text(error: BaseException) -> str | None:
 
 
 def bug_behind(error: BaseException) -> str:
-    """Return the traceback of an error in the user's module, while a client was trained; else an empty text."""
+    """Return the traceback of an error that the user's module raised while training a client; else an empty text."""
     failure = next((cause for cause in causes(error) if isinstance(cause, ClientFailure)), None)
     cause = None if failure is None else failure.__cause__
     if isinstance(cause, ProcessTraceback):
@@ -298,7 +298,7 @@ def bug_behind(error: BaseException) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of its cause, and so on."""
+    """Yield an error, then the exception that caused it, and so on to the first cause."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

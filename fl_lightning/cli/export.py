@@ -21,7 +21,7 @@ from fl_lightning.federation import CONFIG, check_checkpoint, run_of
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of ``fl-lightning export`` to its parser."""
     parser.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint of a run.")
     for name, text in (
         ("adapter", "A new folder for the adapters of a CausalLM, which peft loads."),
@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def export(given: Any) -> None:
-    """Run the command with its parsed options."""
+    """Run ``fl-lightning export``, which writes a checkpoint's module to a file in another format."""
     targets = {name: Path(given[name]) for name in _WRITERS if given[name] is not None}
     if not targets:
         raise ConfigurationError(
@@ -87,7 +87,7 @@ def _write_onnx(module: LightningModule, target: str, shape: Any) -> None:
 def program_of(
     module: LightningModule, shape: Sequence[int] | None
 ) -> torch.export.ExportedProgram:
-    """Return the program of a module's ``forward``, by torch.export, for batches of any size."""
+    """Trace a module's ``forward`` by torch.export, and return the program, which accepts batches of any size."""
     name = type(module).__name__
     example = module.example_input_array if shape is None else torch.zeros(2, *shape)
     if not isinstance(example, torch.Tensor) or not example.ndim:
@@ -129,7 +129,7 @@ _WRITERS: dict[str, Callable[[LightningModule, str, Any], None]] = {
 
 
 def trained_module(checkpoint: Path) -> LightningModule:
-    """Return the module of a checkpoint, built from the run's configuration, in evaluation mode.
+    """Build a checkpoint's module from its run's configuration, load the weights, and return it in evaluation mode.
 
     Raises:
         ConfigurationError: if there is no such checkpoint, or its run has no configuration.

@@ -132,19 +132,19 @@ class FederatedCLI(LightningCLI):
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
-        """Return the parser of a subcommand; if the command line names another one, without options, to save 0.2 s."""
+        """Return a subcommand's parser; it has no options if the command line names another subcommand, to save 0.2 s."""
         if self._command in self.subcommands() and subcommand != self._command:
             return self.init_parser(**kwargs)
         return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
 
     @property
     def _settings(self) -> Any:
-        """Options of the subcommand; with ``run=False``, which has no subcommand, all options."""
+        """Parsed options of the subcommand; all parsed options with ``run=False``, which has no subcommand."""
         return self.config.get(str(self.config.get("subcommand")), self.config)
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add this package's options to Lightning's; to add your own, override `add_arguments_to_parser`."""
+        """Add this package's options to those of Lightning; to add your own, override `add_arguments_to_parser`."""
         super().add_core_arguments_to_parser(parser)
         if self._source is not None:
             path = f"{self._source.__module__}.{self._source.__qualname__}"
@@ -166,7 +166,7 @@ class FederatedCLI(LightningCLI):
         check_values(self._settings)
 
     def _parse_ckpt_path(self) -> None:
-        """For an evaluation, read the model's options from the checkpoint, as Lightning does.
+        """If the command evaluates a model, read the model's options from the checkpoint, as Lightning does.
 
         A fit keeps the given options, which Lightning would silently replace by the checkpoint's. Instead,
         they are compared with the configuration of the checkpoint's run.
@@ -205,7 +205,7 @@ class FederatedCLI(LightningCLI):
             config["ckpt_path"] = self._run.config.get("ckpt_path")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the Trainer, with the federation and the callbacks of every run."""
+        """Build the Trainer with its callbacks: the federation, the configuration's, and those that every run has."""
         federation = self._get(self.config_init, "federation")
         options = self._get(self.config_init, "trainer")
         given = self._given(options)
@@ -245,7 +245,7 @@ class FederatedCLI(LightningCLI):
             keep_rows(trainer, check_checkpoint(self._run.checkpoint))
 
     def _given(self, options: Mapping[str, Any]) -> list[Callback]:
-        """Return the configuration's callbacks; in a dry run, they write checkpoints only into its folder."""
+        """Return the configuration's callbacks; in a dry run, they write checkpoints only into a temporary folder."""
         given = options.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         if not self._is_dry:
@@ -258,7 +258,7 @@ class FederatedCLI(LightningCLI):
     def _standard_callbacks(
         self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
     ) -> list[Callback]:
-        """Return the callbacks that every run has, except those in the configuration."""
+        """Return the callbacks that every run has, except those that the configuration has already."""
         own = self._settings
         self._results = ResultsTable(
             waits_for_test=self.subcommand is not None and own.test_after_fit,
@@ -377,7 +377,7 @@ def _names_weights(model: Any) -> bool:
 
 
 def ended_with_a_sentence(run: Callable[[], None]) -> None:
-    """Run a function; end the process with one sentence instead of a traceback if the user can correct the error.
+    """Run a function; if the user can correct its error, print one sentence instead of a traceback and exit.
 
     The exit code is 1 for such errors, and for Ctrl-C and SIGTERM the usual one of the shell.
     """

@@ -58,7 +58,7 @@ GROUPS = {
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """Return the help text that a command line asks for; None if it asks for none, or only the parser has it.
+    """Return the stored help page that a command line asks for; None if it asks for none that is stored.
 
     Example:
         >>> help_for(["fit", "--help"]).splitlines()[0]

@@ -29,7 +29,7 @@ _USAGE = "\n".join(
 
 
 def run(words: Sequence[str]) -> str:
-    """Make the project that a command line asks for, and return the next steps.
+    """Run ``fl-lightning init``, which writes a new project, and return a text with the next steps.
 
     Args:
         words: words of the command line after ``init``.

@@ -26,7 +26,7 @@ _MOST_ERROR, _LEAST_RANK = 0.15, 0.9
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of ``fl-lightning latency`` to its parser."""
     add_networks(parser)
     parser.add_argument("--out", type=str, required=True, help="The JSON file to write.")
     parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda or cuda:1.")
@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def latency(given: Any) -> None:
-    """Run the command with its parsed options."""
+    """Run ``fl-lightning latency``, which times networks on a device and writes a table of latencies."""
     networks = networks_of(given)
     out = Path(given.out)
     if not out.parent.is_dir():
@@ -103,7 +103,7 @@ _PROGRESS = StatusLines()
 
 
 def show_progress(text: str) -> None:
-    """Show a line at the bottom of a terminal; the last line, which begins with ``done``, stays as text."""
+    """Show a line of progress at the bottom of the terminal; the last line, which begins with ``done``, stays."""
     _PROGRESS.open()
     if text.startswith("done"):
         _PROGRESS.close(text)
@@ -112,7 +112,7 @@ def show_progress(text: str) -> None:
 
 
 def add_networks(parser: ArgumentParser, *, required: bool = True) -> None:
-    """Add the options that name networks to a command's parser.
+    """Add options that choose a search space, and its networks' sizes, to the parser of ``latency`` or ``search``.
 
     Args:
         parser: parser of the command.
@@ -144,7 +144,7 @@ def add_networks(parser: ArgumentParser, *, required: bool = True) -> None:
 
 
 def networks_of(given: Any) -> Networks:
-    """Return the networks that parsed options name, and set the number of threads.
+    """Return the search space and its networks' sizes by parsed options; set PyTorch's number of threads.
 
     Raises:
         ConfigurationError: if there is no such space, or options of cells are set for a space without cells.

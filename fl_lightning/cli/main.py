@@ -28,7 +28,7 @@ _OPTION = re.compile(r"--federation\.(?!init_args|help)(?P<name>\w+).*")
 
 
 def main(args: Any = None) -> None:
-    """Run the command line; a configuration error ends the process with one sentence.
+    """Run the command line; if the user can correct an error, print one sentence about it and exit.
 
     Args:
         args: words of the command line; those of the process if None. A mapping of options is passed on to
@@ -50,6 +50,8 @@ def main(args: Any = None) -> None:
         _refuse(str(error))
     except OSError as error:
         _refuse(f"{error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     if said is not None:
         _say(said)
         return
@@ -98,7 +100,7 @@ def _run(words: Any) -> None:
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Raise ConfigurationError for errors in a command line that can be found without the parser."""
+    """Raise ConfigurationError for mistakes in a command line that can be found without the slow parser."""
     if [*words] in [[name] for name in OF_LIGHTNING]:
         raise ConfigurationError(
             f"{words[0]} needs a configuration: try --config quickstart; fl-lightning configs lists all that "
@@ -138,7 +140,7 @@ def _check_search(path: Path, keys: Sequence[Any]) -> None:
 
 
 def _check_kind(command: str, path: Path, keys: Sequence[Any]) -> None:
-    """Raise ConfigurationError if a configuration file is one for another command."""
+    """Raise ConfigurationError if a file belongs to another command, e.g. an experiment given to ``fit``."""
     if "space" in keys:
         raise ConfigurationError(
             f"{path} describes a search: use fl-lightning sweep --search {path}"

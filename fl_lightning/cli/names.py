@@ -41,13 +41,13 @@ _KNOWN = ("fl_lightning", "lightning", "pytorch_lightning", "torch", "torchmetri
 
 @cache
 def contents() -> dict[str, dict[str, Any]]:
-    """Return the content of ``help.json``: options of each block, classes that they accept, and pages of help."""
+    """Return the content of ``help.json``: option names by block, classes that options accept, and help pages."""
     content: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return content
 
 
 def classes_of(block: str, option: str) -> dict[str, Any] | None:
-    """Return the classes that an option accepts; None if it accepts no class.
+    """Return descriptions of the classes that an option accepts; None if it accepts no class.
 
     Returns:
         A mapping: ``classes`` has a line of text for each import path, ``any`` and ``bases`` describe
@@ -163,7 +163,7 @@ def check_classes(words: Sequence[str], files: Sequence[Any]) -> None:
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name, with its dashes, and the value of each option in a command line.
+    """Yield each command-line option's name, with its dashes, and its value.
 
     Example:
         >>> list(options_of(["fit", "-c", "a.yaml", "--seed_everything=1"]))
@@ -176,14 +176,14 @@ def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _values(words: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the path and the value of each option in a command line, and whether it surely names a class."""
+    """Yield each command-line option's path and value, and True if the value must be a class name."""
     for name, value in options_of(words):
         path = name.lstrip("-").removesuffix(".class_path").rstrip("+")
         yield path, value, name.endswith(".class_path")
 
 
 def _class_names(content: Any, path: str = "") -> Iterator[tuple[str, str, bool]]:
-    """Yield the path and the text of each option in a file, and whether it surely names a class."""
+    """Yield path and text of each option in a YAML file, and True if the text must be a class name."""
     if isinstance(content, dict):
         for name, value in content.items():
             if name == "class_path" and isinstance(value, str):
@@ -216,7 +216,7 @@ def _check_short(path: str, name: str) -> None:
 
 
 def where_listed(path: str) -> str:
-    """Return a sentence that names the command listing the classes of an option."""
+    """Return a sentence that tells the user which command lists an option's classes."""
     block, _, inside = path.replace(".init_args", "").partition(".")
     option = re.split(r"\W", inside)[0]
     if classes_of(block, option) is None:

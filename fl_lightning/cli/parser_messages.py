@@ -84,7 +84,7 @@ _YAML_WORDS: Mapping[Any, str] = {
 
 
 def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
-    """Rewrite a parser's message as one sentence, which begins with the path of the option.
+    """Rewrite an error message of jsonargparse as one sentence that begins with the option's path.
 
     Args:
         message: message of jsonargparse.
@@ -114,7 +114,7 @@ def sentence(message: str, parser: ArgumentParser, owner: Any = None) -> str:
 
 
 def without_marks(told: str) -> str:
-    """Remove the parsers' marks from a sentence, so that it can be printed."""
+    """Return an error sentence in printable form, without the placeholders that nested parsers leave in it."""
     told = told.replace(_PATH, "").replace(_END, "")
     return shortened(told.replace(_LISTED, where_listed(told.partition(" ")[0])))
 
@@ -124,14 +124,14 @@ def _path_to(owner: Any) -> str:
 
 
 def _actions(parser: Any) -> list[Any]:
-    """Return the options (argparse's actions) of a parser and its subcommands, without those that print help."""
+    """Return the options (argparse's actions) of a parser and its subcommands, except options that print help."""
     inner = parser._subcommands_action.choices.values() if parser._subcommands_action else ()
     every = [action for one in (parser, *inner) for action in one._actions]
     return [each for each in every if each.dest.rpartition(".")[2] not in _UNLISTED]
 
 
 def _of_name(message: str, parser: Any, owner: Any, options: Sequence[str]) -> str:
-    """Return a sentence for an unknown or a missing option; empty for other messages."""
+    """Return the error sentence if a parser's message is about an unknown or a missing option; else an empty text."""
     at, by = _path_to(owner), f" by {owner.__name__}" if owner else ""
     if match := _UNKNOWN.search(message):
         name = match["word"] or match["option"]
@@ -158,7 +158,7 @@ def _of_name(message: str, parser: Any, owner: Any, options: Sequence[str]) -> s
 
 
 def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
-    """Return a sentence for a value of the wrong type, or an unknown class; empty without an option's type."""
+    """Return the error sentence for a wrong value or an unknown class; empty if the option's type is unknown."""
     path, given = f"{_path_to(owner)}{key}", _given(message)
     number, entry = _failing_entry(given)
     inner = [one for kind in alternatives(hint) for one in entries(kind) if not _is_plain(kind)]
@@ -184,14 +184,14 @@ def _of_value(message: str, key: str, hint: Any, owner: Any) -> str:
 
 
 def _given(message: str) -> str | None:
-    """Return the given value, as a message shows it; None if it does not."""
+    """Return the refused value as the parser's message shows it; None if the message shows none."""
     whole = [value.partition(". Got value: ")[0] for value in _VALUE.findall(message)]
     shown = [*_NUMBER.findall(message), *whole]
     return shown[-1] if shown else None
 
 
 def _failing_entry(given: str | None) -> tuple[str, str]:
-    """Return the index, such as ``[2]``, and the text of the first entry that the parser refuses in a list.
+    """Return index, such as ``[2]``, and text of the first entry that the parser refuses in a list.
 
     The parser has already converted the entries ahead of it to namespaces. Both are empty for other values.
     """
@@ -209,7 +209,7 @@ def _failing_entry(given: str | None) -> tuple[str, str]:
 
 
 def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
-    """Return the end of a sentence: the allowed values, the given value, and how to give a class.
+    """Return the end of an error sentence: the allowed values, the given value, and how to give a class.
 
     Args:
         name: name of the option, with its block.
@@ -243,7 +243,7 @@ def _allowed(name: str, hint: Any, given: str | None, owner: Any) -> str:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether values of a type are written in YAML without a class."""
+    """Return whether YAML can write a type's values directly, like numbers and texts, without a class name."""
     if inner := entries(kind):
         return all(map(_is_plain, alternatives(inner[0])))
     plain = get_origin(kind) or kind
@@ -251,7 +251,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _close_class(option: str, kinds: Sequence[Any], given: str) -> str:
-    """Return a suggestion: a class of this package, or a callback of Lightning, with a name like the given one."""
+    """Return a hint with the most similar class name of this package or of Lightning's callbacks; empty if none is."""
     block, _, name = option.partition(".")
     known = dict(paths(block, name))
     if not known:
@@ -263,6 +263,6 @@ def _close_class(option: str, kinds: Sequence[Any], given: str) -> str:
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return a text on one line, without the middle if it is long."""
+    """Join a text into one line, and leave out its middle if it has more than ``most`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most // 2]} … {line[-most // 2 :]}"

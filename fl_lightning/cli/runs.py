@@ -62,7 +62,7 @@ def write_atomically(trainer: Trainer) -> None:
 
 
 def how_to_resume(folders: Iterable[Path]) -> str:
-    """Return a sentence with the last checkpoint of an interrupted fit, and the option that resumes the fit."""
+    """Return a sentence that names an interrupted fit's last checkpoint and tells how to resume from it."""
     newest = next(filter(None, map(newest_checkpoint, folders)), None)
     if newest is None:
         return "before the first checkpoint: start again with the same command"
@@ -73,7 +73,7 @@ def how_to_resume(folders: Iterable[Path]) -> str:
 
 
 def saved_models(trainer: Trainer) -> dict[str, str]:
-    """Return a description of the last and of the best checkpoint of a fit, by path, in this order."""
+    """Return descriptions of a fit's checkpoints, by path: first the last checkpoint, then the best."""
     last: dict[str, str] = {}
     best: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:
@@ -98,7 +98,7 @@ _EVALUATIONS = (
 
 
 def _evaluation(module: LightningModule, data: LightningDataModule | None) -> str | None:
-    """Return the first of validate, test and predict for which module and data define the needed methods."""
+    """Return the first command of validate, test and predict whose methods the module and the data define."""
     if isinstance(data, FederatedDataModule) and data.evaluated_by is not None:
         data = data.source  # no command can read examples of remote clients
     return next(
@@ -146,7 +146,7 @@ def report_whereabouts(trainer: Trainer, data: LightningDataModule | None) -> No
 
 
 def in_columns(line: str) -> str:
-    """Format a line in two columns that fill the terminal; without a terminal it is returned unchanged.
+    """Format a line ``label: text`` in two columns for a terminal; outside of a terminal, return it unchanged.
 
     A command stays one line, which can be pasted into a shell.
     """
@@ -175,7 +175,7 @@ _OTHERS = (
 
 @contextmanager
 def console() -> Iterator[None]:
-    """Within this context, format log messages and warnings, and keep early messages for the log file."""
+    """While a command runs (a context manager), format its messages and warnings, and keep early ones for the log file."""
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):

@@ -20,14 +20,14 @@ _FILES = ("--config", "-c", "--search", "-s")
 
 
 def files_of(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the options of a command line that name configuration files, and the files' paths, without pipes."""
+    """Yield each command-line option that names a configuration file, with the file's path; pipes are left out."""
     for name, value in options_of(words):
         if name in _FILES and Path(value).is_file():  # a pipe can be read only once
             yield name, Path(value)
 
 
 def check_word(word: str) -> None:
-    """Raise if a value on the command line is YAML that exceeds the limits, e.g. because it contains itself.
+    """Raise if a command-line value is YAML that is too large, nested too deeply, or contains itself.
 
     Raises:
         ConfigurationError: naming the option.
@@ -45,7 +45,7 @@ def check_word(word: str) -> None:
 
 
 def loader(load_value: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a YAML loader that enforces the limits and replaces short class names by import paths."""
+    """Wrap a YAML loader, so that it limits size and depth of a text, and replaces short class names by import paths."""
 
     def load_expanded(text: str) -> Any:
         check_text(text)
@@ -59,7 +59,7 @@ def loader(load_value: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def interpolating(load_value: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a loader that replaces references such as ``${model.image_size}`` by values of the same file."""
+    """Wrap a YAML loader, so that it replaces references such as ``${model.image_size}`` by values of the same file."""
 
     def load_resolved(text: str) -> Any:
         content = load_value(text)

@@ -82,10 +82,10 @@ class VirtualClock:
 
 
 class RecordedClock:
-    """Clock that replays recorded arrivals, and then waits for further ones.
+    """Clock that replays the recorded arrivals of an earlier run; after the last one it waits for real ones.
 
     Args:
-        record: arrivals in order; later ones are appended.
+        record: recorded arrivals in order; real arrivals are appended.
         next_ended: waits for and returns the next client to finish, given the clients at work; called
             after the end of the record.
 
@@ -108,11 +108,11 @@ class RecordedClock:
         self.now = 0.0
 
     def start(self, visit: StartedClient) -> None:
-        """Start a client."""
+        """Note that a client has started."""
         self._at_work[visit.client] = visit, self.now
 
     def wait(self) -> list[FinishedClient]:
-        """Return the client that finishes next, in a list.
+        """Return the client that finishes next, as a list of length 1.
 
         Raises:
             ConfigurationError: if the record names a client that is not at work.
@@ -162,19 +162,19 @@ class RecordedArrivals:
         self.arrivals()
 
     def arrivals(self) -> list[FinishedClient]:
-        """Return the recorded arrivals in order."""
+        """Read the file, and return the arrivals of updates in their recorded order."""
         try:
             with Path(self.file).open(newline="") as file:
                 return [_read(row) for row in csv.DictReader(file)]
         except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
             raise ConfigurationError(
-                f"RecordedArrivals: file must be the {FILE} of an asynchronous run over a network, and "
+                f"RecordedArrivals: file must be the {FILE} that an asynchronous run over a network wrote, but "
                 f"{self.file} is no record of arrivals ({error!r}): give the path of that file"
             ) from None
 
 
 def write_arrivals(path: Path, ended: Sequence[FinishedClient], buffer_size: int) -> None:
-    """Write a table of arrivals, with the round to which each update was added.
+    """Write to a CSV file the order in which clients finished, and the round to which each update was added.
 
     Args:
         path: path of the table.

@@ -26,7 +26,7 @@ from fl_lightning.core.traits import Trait, Traits
 
 @dataclass(frozen=True)
 class WorkResult:
-    """Result of a client's local steps on its device.
+    """Outcome of a client's simulated work: number of steps, duration, and whether the update is lost.
 
     Attributes:
         num_steps: number of local steps whose update the server gets.
@@ -55,14 +55,14 @@ _OF_DEADLINES = Traits(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Devices(Ranged):
-    """Speed and reliability of the clients' devices, and the deadline of a round.
+    """Simulated speed and reliability of the clients' devices, and the deadline of a round.
 
     Args:
         speeds: seconds per local step of each client.
         latency: seconds for download and upload in each client's round, ≥ 0.
         jitter: standard deviation of the logarithm of a client's speed over rounds, ≥ 0.
         drop_rate: probability that a client's update is lost, in [0, 1).
-        deadline: seconds after which the server stops waiting, > latency; None waits for all clients.
+        deadline: seconds after which the server stops waiting, > latency; if None, it waits for all clients.
         late: what a client sends that cannot finish in time: ``partial`` for the update of its completed
             steps, ``drop`` for nothing. A client without a completed step sends nothing.
 
@@ -96,7 +96,7 @@ class Devices(Ranged):
 
     @property
     def traits(self) -> Traits:
-        """Traits of these devices."""
+        """Conditions on a round that slow devices and a deadline need or break, to detect conflicting options."""
         return _OF_TIME if self.deadline is None else _OF_TIME | _OF_DEADLINES
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Devices(Ranged):
 
 
 class Fleet:
-    """The devices of a run's clients.
+    """Simulated devices of all clients: how long each client's work takes, and whether its update is lost.
 
     Args:
         devices: speeds, reliability and deadline.
@@ -123,7 +123,7 @@ class Fleet:
         self._seed = seed
 
     def result(self, client: int, num_steps: int, draw: int) -> WorkResult:
-        """Return the duration of a client's work, and whether the update arrives.
+        """Return a client's working time in virtual seconds, its number of steps, and whether its update is lost.
 
         Args:
             client: client id.
@@ -153,7 +153,7 @@ Seconds = npt.NDArray[np.float64]
 
 
 class Speeds(Protocol):
-    """A distribution of step times over the clients' devices."""
+    """A distribution that gives each client's device its seconds per local step."""
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
         """Return the seconds per local step of each client, > 0, shape (num_clients,).
@@ -165,7 +165,7 @@ class Speeds(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class LogNormalSpeeds(Ranged):
-    """Log-normal step times: most devices are similar, a few very slow.
+    """Log-normal seconds per local step: most devices are similar, a few very slow.
 
     Source of the shape: measured phones, e.g. Lai et al. 2022, FedScale (2105.11367), figure 2.
 
@@ -197,7 +197,7 @@ class LogNormalSpeeds(Ranged):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SpeedTiers:
-    """A few kinds of devices, each with its step time.
+    """A few kinds of devices, each with its seconds per local step.
 
     Args:
         seconds: step time of each kind, each > 0.
@@ -232,7 +232,7 @@ class SpeedTiers:
 @final
 @dataclass(frozen=True)
 class GivenSpeeds:
-    """Given step times, e.g. measured ones.
+    """Given seconds per local step of each client, e.g. measured ones.
 
     Args:
         seconds: step time of each client in seconds, > 0. The list is repeated if the number of clients

@@ -30,7 +30,7 @@ Steps = int | Sequence[int]
 
 
 class LocalSolver:
-    """Computes the effective number of gradient steps ‖a‖₁ from the options of the clients' optimizers.
+    """Computes how many plain gradient steps (‖a‖₁) some SGD steps with momentum are worth, as in FedNova.
 
     Args:
         optimizers: one or several optimizers, whose current options are read at every call.
@@ -46,7 +46,7 @@ class LocalSolver:
         self._optimizers, self._pull = optimizers, pull
 
     def effective_steps(self, num_steps: Steps) -> float:
-        """Return ‖a‖₁ for a number of local steps of all optimizers, or of each.
+        """Return ‖a‖₁, the number of plain gradient steps that these local steps are worth.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD, or ‖a‖₁ differs between parameter groups.
@@ -61,7 +61,7 @@ class LocalSolver:
         return sizes.pop()
 
     def travels(self, num_steps: Steps) -> list[float]:
-        """Return learning rate times effective number of steps, η ‖a‖₁, of every parameter group.
+        """Return learning rate times effective number of steps, η ‖a‖₁, for every parameter group.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD.
@@ -69,7 +69,7 @@ class LocalSolver:
         return [lr * steps for lr, steps in self._by_group(num_steps)]
 
     def travel(self, num_steps: Steps, space: Space) -> Tensor | float:
-        """Return η ‖a‖₁ (see `travels`) of every coordinate, shape (k,), or one number if it is the same for all.
+        """Return η ‖a‖₁ (see `travels`) for every coordinate of ``space``, shape (k,), or a number if all are equal.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD.
@@ -93,7 +93,7 @@ class LocalSolver:
         return torch.cat(filled)
 
     def _by_group(self, num_steps: Steps) -> list[tuple[float, float]]:
-        """Return learning rate and ‖a‖₁ of every parameter group."""
+        """Return (learning rate, ‖a‖₁) for every parameter group of the optimizers."""
         for optimizer in self._optimizers:
             if type(optimizer) not in (SGD, SparseSGDM):
                 raise ConfigurationError(
@@ -117,7 +117,7 @@ class LocalSolver:
 def _distance(
     num_steps: int, momentum: float, dampening: float, nesterov: bool, pull: float
 ) -> float:
-    """Return the distance of a number of SGD steps under a gradient of 1, divided by η.
+    """Return ‖a‖₁: the distance that SGD moves in ``num_steps`` steps under a constant gradient of 1, divided by η.
 
     Args:
         num_steps: number of steps, ≥ 1.

@@ -63,7 +63,7 @@ class PlainStep:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in a result of ``training_step``: a tensor, a dict with the key ``loss``, or None.
+    """Return the loss that ``training_step`` returned, as a scalar tensor; None if it skipped the batch.
 
     Raises:
         ConfigurationError: for anything else.

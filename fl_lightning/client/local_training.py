@@ -41,7 +41,7 @@ class LocalTrainer:
     """Trains clients one after the other in one module.
 
     Args:
-        module: the model; after a client it has that client's final values until `restore`.
+        module: the model; after a client's training it keeps the client's values until `restore`.
         optimizers: one or several optimizers over the module's parameters; their state is empty when a
             client starts.
         step: function that takes one local step.
@@ -119,7 +119,7 @@ class LocalTrainer:
         self.set_personal(())
 
     def set_personal(self, names: Sequence[str], *, beside: bool = False) -> None:
-        """Set which tensors are personal: each client has its own values, which are never sent.
+        """Set which tensors are personal: each client keeps its own values and never sends them.
 
         Args:
             names: names of parameters and buffers.
@@ -136,7 +136,7 @@ class LocalTrainer:
         self.start_round()
 
     def set_state(self, names: Sequence[str]) -> None:
-        """Set which buffers and frozen parameters are the shared state: clients change them, the server averages."""
+        """Set the shared state: buffers and frozen parameters that clients change and the server averages."""
         self.state_names = list(names)
         self.buffers = self._state_space()
         self.start_round()
@@ -148,36 +148,36 @@ class LocalTrainer:
 
     @property
     def integer_start(self) -> dict[str, Tensor]:
-        """Integer buffers at the start of the round, by name."""
+        """Values of the integer buffers at the start of the round, by buffer name."""
         named = self._module.named_buffers()
         names = [name for name, buffer in named if not is_number(buffer)]
         return dict(zip(names, self._integers, strict=False))  # frozen parameters follow
 
     @property
     def personal_start(self) -> Tensor:
-        """Values of the personal tensors in the global model, shape (o,)."""
+        """Values of the personal tensors at the start of the round, shape (o,), for clients without their own."""
         return torch.empty(0) if self._personal_start is None else self._personal_start
 
     @property
     def keeps_apart(self) -> bool:
-        """True if personal tensors are no part of the shared model."""
+        """True if personal tensors are left out of the shared model; false if they are a second, complete model."""
         return bool(self._apart)
 
     def load_personal(self, personal: Tensor | None) -> None:
-        """Set the personal tensors of the next clients, shape (o,); None for those of the global model."""
+        """Set the personal tensors with which the next client starts, shape (o,); None for `personal_start`."""
         self._loaded = personal
 
     def renew_space(self) -> None:
-        """Rebuild `space` from the trainable parameters and the current masks."""
+        """Recompute `space`, the layout of the shared parameters, from the current masks."""
         self.space = Space.of_parameters(self._module, self.masks.active(), without=self._apart)
         self.masks.note()
 
     def read(self) -> GlobalModel:
-        """Return the module's current values as a global model."""
+        """Return the module's current shared parameters and buffers as a global model."""
         return GlobalModel(self.space.read(), self.buffers.read())
 
     def start_round(self, number: int = 0) -> None:
-        """Record optimizers, integer buffers and attributes, to which `restore` resets every client of the round.
+        """Record optimizers, integer buffers and attributes, to which `restore` resets the module before each client.
 
         Args:
             number: number of the round.
@@ -206,19 +206,19 @@ class LocalTrainer:
         self._in_round, self._appended = True, []
 
     def show_lists(self) -> None:
-        """Append to the module's lists what all clients of this round appended, in order, until the next `restore`."""
+        """Append to the module's lists all items that this round's clients appended; `restore` removes them again."""
         if self._appended:
             append(self._appended)
 
     def end_round(self, model: GlobalModel) -> None:
-        """Restore the global model and advance schedules; hooks may change attributes until the next round."""
+        """End a round: restore the global model, and advance the learning-rate schedules."""
         self.restore(model)
         self.round_start.end()
         self.show_lists()
         self._in_round = False
 
     def check_constants(self) -> None:
-        """Raise ConfigurationError if a client has changed a tensor that counts as constant."""
+        """Raise ConfigurationError if a client changed a tensor that the run's first local steps left unchanged."""
         if changed := self._constants.changed():
             raise ConfigurationError(
                 f"round {self._round + 1}: a client's training changes {changed[0]}, which the first local "
@@ -227,11 +227,11 @@ class LocalTrainer:
             )
 
     def check_one_rate(self) -> None:
-        """Check that the last client trained with one learning rate, see `OptimizerSteps`."""
+        """Raise ConfigurationError if the learning rate changed while the last client trained."""
         self._optimizer_steps.check_one_rate()
 
     def restore(self, model: GlobalModel) -> None:
-        """Load the global model and personal tensors, and reset attributes, optimizers and fp16 scale.
+        """Reset the module before a client: global model, personal tensors, attributes, optimizers, fp16 loss scale.
 
         Attributes are reset only inside a round, from `start_round` to `end_round`.
         """

@@ -38,7 +38,7 @@ def shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoggedMetrics:
-    """States of logged torchmetrics objects, to be merged over processes and sites.
+    """States of torchmetrics objects that the module logged, to be merged over processes and sites.
 
     Attributes:
         logged: (logged name, name per epoch, path in the module); one object may have several names.
@@ -83,7 +83,7 @@ class LogCollector:
 
     @contextmanager
     def not_listening_to(self, module: nn.Module) -> Iterator[None]:
-        """Restore the module's own ``log`` inside this block, e.g. for an evaluation within `listening_to`."""
+        """Disable this collector inside the block, so that ``log`` is the module's own, e.g. for an evaluation."""
         before = module.__dict__.pop("log", None)
         try:
             yield
@@ -202,13 +202,13 @@ class LogCollector:
         self._sizes.clear()
 
     def forget(self) -> None:
-        """Discard all logged values, and the list of logged torchmetrics objects but not their states."""
+        """Discard all logged values, and forget which torchmetrics objects were logged; their states are kept."""
         self.discard()
         self._metrics.clear()
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The torchmetrics objects logged since the last `collect_metrics`, by name."""
+        """The torchmetrics objects logged since the last `collect_metrics`, by logged name."""
         return dict(self._metrics)
 
     def add_metric(self, name: str, epoch_name: str, metric: Metric) -> None:
@@ -248,14 +248,14 @@ class LogCollector:
         return values
 
     def metric_states(self, module: nn.Module) -> LoggedMetrics:
-        """Return the states of logged torchmetrics objects; objects that are no parts of the module are left out."""
+        """Return the states of the logged torchmetrics objects that are submodules of ``module``."""
         paths = {id(child): path for path, child in module.named_modules()}
         inside = {n: metric for n, metric in self._metrics.items() if id(metric) in paths}
         logged = [(n, self.epoch_names[n], paths[id(metric)]) for n, metric in inside.items()]
         return LoggedMetrics(logged, {paths[id(m)]: dict(m.metric_state) for m in inside.values()})
 
     def pool_metrics(self, parts: Sequence[LoggedMetrics], module: nn.Module) -> None:
-        """Merge states from `metric_states` into the torchmetrics objects of a module, and register these."""
+        """Merge states from `metric_states` into the module's torchmetrics objects, and register these as logged."""
         for name, epoch_name, place in sorted({entry for part in parts for entry in part.logged}):
             self.add_metric(name, epoch_name, module.get_submodule(place))  # type: ignore[arg-type]
         for place in sorted({place for part in parts for place in part.states}):

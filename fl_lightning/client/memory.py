@@ -31,7 +31,7 @@ INSIDE_CHECKPOINT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class _Entry:
-    """A stored vector: in RAM, in a file, or both.
+    """A client's stored vector: in RAM, in a file, or both.
 
     Attributes:
         vector: the vector in RAM, or None.
@@ -57,7 +57,7 @@ class _Entry:
 
 
 class ClientMemory:
-    """Vectors of all clients, by name and client.
+    """Vectors that are kept for each client between rounds, e.g. control variates; large ones are kept in files.
 
     Args:
         ram_bytes: largest total size in bytes of vectors in RAM; further vectors are written to files.
@@ -102,34 +102,34 @@ class ClientMemory:
         return entry.read()
 
     def put(self, name: str, client: int, vector: Tensor) -> None:
-        """Store a client's vector, shape (k,); `get` returns it after the next `commit`."""
+        """Store a client's new vector, shape (k,); `get` returns the former one until the next `commit`."""
         self._forget(self._new.pop((name, client), None))
         self._new[name, client] = self._stored(vector)
 
     def waiting(self) -> dict[Key, Tensor]:
-        """Return the vectors that were put since the last `commit`."""
+        """Return the vectors that `commit` has not made current yet, by (name, client)."""
         return {key: entry.read() for key, entry in self._new.items()}
 
     @property
     def waiting_clients(self) -> frozenset[int]:
-        """Ids of the clients with vectors that were put since the last `commit`."""
+        """Ids of the clients with a new vector that `commit` has not made current yet."""
         return frozenset(client for _, client in self._new)
 
     def discard(self, client: int | None = None) -> None:
-        """Discard vectors that were put since the last `commit`, of one client or of all."""
+        """Discard the new vectors put since the last `commit`: those of one client, or all."""
         for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._new.pop(key))
         self._delete_unused()
 
     def commit(self, client: int | None = None) -> None:
-        """Replace current vectors by those that were put since the last `commit`, of one client or of all."""
+        """Make the vectors put since the last `commit` the current ones, for one client or for all."""
         for key in [key for key in self._new if client in (None, key[1])]:
             self._forget(self._present.get(key))
             self._present[key] = self._new.pop(key)
         self._delete_unused()
 
     def relocate(self, name: str, positions: Tensor) -> None:
-        """Rearrange the current vectors of a name after a change of masks.
+        """Reorder the entries of all current vectors with this name, after masks have changed.
 
         Args:
             name: name of the vectors.
@@ -147,14 +147,14 @@ class ClientMemory:
         self._delete_unused()
 
     def forget(self, name: str) -> None:
-        """Delete all vectors of a name."""
+        """Delete all clients' vectors with this name."""
         for entries in (self._present, self._new):
             for key in [key for key in entries if key[0] == name]:
                 self._forget(entries.pop(key))
         self._delete_unused()
 
     def state_dict(self, *, inside: bool = True) -> dict[str, Any]:
-        """Return the current vectors, or the names of their files.
+        """Return the current vectors for a checkpoint, or the names of the files that hold them.
 
         Args:
             inside: return the vectors themselves. If false and they exceed 64 MB, those in RAM are written
@@ -167,7 +167,7 @@ class ClientMemory:
         return {"present": self._written(self._present)}
 
     def state_with_waiting(self) -> dict[str, Any]:
-        """Return the current vectors and those that were put since the last `commit`, for a site's own checkpoint."""
+        """Return the current vectors and the uncommitted ones, for a site's own checkpoint."""
         return {"present": _contents(self._present), "new": _contents(self._new)}
 
     @property
@@ -245,7 +245,7 @@ SUFFIX = ".vector"
 
 @dataclass(frozen=True)
 class VectorFile:
-    """A file with one vector.
+    """A file that holds one client's vector.
 
     Attributes:
         path: path of the file.
@@ -285,11 +285,11 @@ class VectorFile:
 
     @property
     def is_whole(self) -> bool:
-        """True if the file exists and has the right length."""
+        """True if the file exists and has the expected length."""
         return self.path.is_file() and self.path.stat().st_size == self.num_bytes
 
     def linked(self, folder: Path) -> VectorFile:
-        """Link or copy the file into another folder, flush it to disk, and return the new `VectorFile`."""
+        """Hard-link or copy the file into another folder, and return the `VectorFile` there."""
         there = replace(self, path=folder / self.path.name)
         if not there.is_whole:
             folder.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def and_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and all inner optimizers, each once.
+    """Return an optimizer and the optimizers that it wraps in its attributes, also nested ones, each once.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -47,7 +47,7 @@ def and_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's ``step`` is defined in `torch.optim`."""
+    """Return whether PyTorch itself defines an optimizer's ``step``, in `torch.optim`."""
     step: Any = optimizer.step
     return str(getattr(step, "__module__", "")).startswith("torch.optim")
 
@@ -71,7 +71,7 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer cannot step without a closure."""
+    """Return whether an optimizer's ``step`` requires a closure as argument."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -97,7 +97,7 @@ def stepped_with_closure(
 
 
 class OutermostSteps:
-    """Context that calls functions before and after each step of some optimizers.
+    """Context that calls functions before and after each optimizer step, once even if the optimizer wraps another.
 
     The functions get the outer optimizer. If it steps an inner one within its step, they are called once;
     if only the inner one steps, they are called as for a step of the outer one.
@@ -150,7 +150,7 @@ class OutermostSteps:
 
 
 class OptimizerSteps:
-    """Context that counts the steps of optimizers, from 0.
+    """Context that counts how many steps each optimizer takes inside the block.
 
     Args:
         optimizers: the clients' optimizers.
@@ -201,14 +201,14 @@ class OptimizerSteps:
             self._overflows[optimizer].append(overflow)
 
     def end_step(self, loss: Tensor | None) -> None:
-        """Count the optimizers' steps in the local step that ended with this loss."""
+        """End a local step, and count its optimizer steps; those without loss and gradients were skipped."""
         for optimizer in self._has_stepped:
             # private steps return no loss but have gradients; skipped steps have neither
             self._counts[optimizer] += loss is not None or _has_gradient(optimizer)
         self._has_stepped.clear()
 
     def check_one_rate(self) -> None:
-        """Check that the learning rate was the same in all steps.
+        """Check that the learning rate was the same in all steps of the client.
 
         Raises:
             ConfigurationError: if the model changed it from step to step.
@@ -224,7 +224,7 @@ class OptimizerSteps:
 
     @property
     def taken(self) -> int | tuple[int, ...]:
-        """Number of steps taken; a tuple of numbers if there are several optimizers."""
+        """Number of optimizer steps taken; a tuple with one number per optimizer if there are several."""
         totals = [
             count - (int(torch.stack(found).count_nonzero()) if found else 0)
             for count, found in zip(self._counts.values(), self._overflows.values(), strict=True)
@@ -242,7 +242,7 @@ def _has_gradient(optimizer: Optimizer) -> bool:
 
 
 class OptimizerMasks:
-    """The masks of all optimizers of a module.
+    """The sparsity masks that a module's optimizers apply to its parameters.
 
     Args:
         module: the module.
@@ -255,7 +255,7 @@ class OptimizerMasks:
         self._noted: list[Any] = []
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
-        """Set the masks of parameters, by name, in their masked optimizers.
+        """Set masks, given by parameter name, in the optimizers that train these parameters.
 
         Raises:
             ConfigurationError: if there is no masked optimizer.
@@ -274,7 +274,7 @@ class OptimizerMasks:
             optimizer.set_masks({p: mask for p, mask in given.items() if p in own})
 
     def active(self) -> dict[Tensor, Tensor]:
-        """Return the indices of the entries that train, for each parameter with frozen entries.
+        """Return the indices of trainable entries of each masked parameter.
 
         Raises:
             ConfigurationError: if an optimizer would move entries that another optimizer's mask freezes.
@@ -292,7 +292,7 @@ class OptimizerMasks:
         return active
 
     def note(self) -> None:
-        """Record the current masks, with which `are_new` compares."""
+        """Remember the current masks, so that `are_new` can tell whether they have changed since."""
         self._noted = self._present()
 
     @property

@@ -74,7 +74,7 @@ _OF_OWN_STEPS = Traits(
 
 
 class Personalisation(Ranged, ABC):
-    """Base of personalisations, which choose personal parameters and how clients train them.
+    """Base of personalisation methods: which parameters are personal, and how clients train them.
 
     Attributes:
         beside: whether the personal parameters are a second model beside the shared one.
@@ -98,7 +98,7 @@ class Personalisation(Ranged, ABC):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the personalisation, derived from its other properties."""
+        """Conditions on a round that the personalisation needs or breaks, to detect conflicting options."""
         needs, ways = {}, {}
         if self.mixture is not None:
             needs[Trait.RETURNED_LOSS] = "takes gradients at a mixture of two models"
@@ -196,7 +196,7 @@ def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Paramete
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern with ``*`` and ``?`` matches a name, or the part after one of its dots."""
+    """Return whether a name, or its part after any dot, matches a pattern with ``*`` and ``?``."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
@@ -238,7 +238,7 @@ def _norm_tensors(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Beside(Personalisation):
-    """Base of personalisations with a second model of all parameters and buffers."""
+    """Base of personalisations in which each client also has a complete second model."""
 
     beside = True
 
@@ -301,7 +301,7 @@ class APFL(_Beside):
 
 
 class Mixing:
-    """APFL's local steps of one client: they move the personal model by gradients at the mixture.
+    """APFL's local steps for a client's personal model, with gradients taken at the mixture with the shared model.
 
     During forward and backward pass the module has the weights of the mixture v̄. Before the optimizer
     steps, the module gets the personal model v again, and gradients are multiplied by α.
@@ -318,7 +318,7 @@ class Mixing:
         self._slopes: list[Tensor] = []
 
     def steps(self, steps: Iterator[Sequence[SizedBatch]]) -> Iterator[Sequence[SizedBatch]]:
-        """Yield the batches of each step, and set the module to the mixture before."""
+        """Yield the batches of each step; before each step, load the mixture of both models into the module."""
         for batches in steps:
             self._own = self._space.read()
             self._space.write(torch.lerp(self._shared, self._own, self._mixture))
@@ -327,7 +327,7 @@ class Mixing:
 
     @torch.no_grad()
     def add(self, scale: float = 1.0) -> None:
-        """Turn gradients at the mixture into those of the personal model, and restore its weights.
+        """Convert gradients at the mixture to gradients of the personal model, and load the personal model's weights.
 
         Args:
             scale: scale of the existing gradients (`torch.amp.GradScaler`).
@@ -349,7 +349,7 @@ class Mixing:
         self._restore_own()
 
     def value(self) -> Tensor:
-        """Raise ConfigurationError, because LBFGS would search along a line of the mixture's loss."""
+        """Raise ConfigurationError, because APFL does not support LBFGS."""
         raise ConfigurationError("APFL does not work with LBFGS: use SGD or Adam")
 
     def _restore_own(self) -> None:
@@ -358,7 +358,7 @@ class Mixing:
             self._own = None
 
     def adapted(self, rate: float) -> float:
-        """Return the share α of the personal model after a step with this learning rate, in [0, 1]."""
+        """Return α, the personal model's share of the mixture, after one gradient step on α, in [0, 1]."""
         slopes = [s for s in self._slopes if bool(s.isfinite())]
         if not slopes or not rate:
             return self._mixture

@@ -16,7 +16,7 @@ from fl_lightning.core.seeds import Integers, derive_seed
 
 
 class ClientWork(NamedTuple):
-    """The local work of one client in a round.
+    """Training data of one client in a round: indices of its examples, in order, split into batches.
 
     Attributes:
         client_id: client id.
@@ -37,7 +37,7 @@ class ClientWork(NamedTuple):
 
     @property
     def batches(self) -> tuple[Tensor, ...]:
-        """Indices of the examples in each batch."""
+        """Indices of examples, one tensor per batch."""
         return tuple(self.order.split(self.sizes))
 
     @property
@@ -53,7 +53,7 @@ class ClientWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupWork(Sequence[ClientWork]):
-    """The local work of m clients in a few arrays; a sequence of `ClientWork`.
+    """Training data of m clients in a round, in a few arrays; a sequence of `ClientWork`.
 
     Building a `ClientWork` for each of hundreds of small clients would take longer than to train them.
 
@@ -83,7 +83,7 @@ class GroupWork(Sequence[ClientWork]):
 
     @staticmethod
     def of(work: Iterable[ClientWork]) -> GroupWork:
-        """Join the work of several clients of one run; a `GroupWork` is returned unchanged."""
+        """Join the `ClientWork` of several clients of a run; a `GroupWork` is returned unchanged."""
         if isinstance(work, GroupWork):
             return work
         clients = list(work)
@@ -99,12 +99,12 @@ class GroupWork(Sequence[ClientWork]):
 
     @cached_property
     def first_steps(self) -> Integers:
-        """Index of each client's first batch among all batches, then M; shape (m + 1,)."""
+        """Position of each client's first batch among all M batches; M is appended, shape (m + 1,)."""
         return np.concatenate([[0], np.cumsum(self.num_steps)])
 
     @cached_property
     def begins(self) -> Integers:
-        """Start of each batch in ``order``, then N; shape (M + 1,)."""
+        """Position in ``order`` at which each batch starts; N is appended, shape (M + 1,)."""
         return np.concatenate([[0], np.cumsum(self.sizes)])
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class GroupWork(Sequence[ClientWork]):
         )
 
     def where(self, is_kept: npt.NDArray[np.bool_]) -> GroupWork:
-        """Return the work of some clients, chosen by a bool array of shape (m,)."""
+        """Return the work of the clients for which ``is_kept``, a bool array of shape (m,), is true."""
         if is_kept.all():
             return self
         if not is_kept.any():

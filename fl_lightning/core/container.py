@@ -73,7 +73,7 @@ _OTHER_VERSION = re.compile(rb'\{"__metadata__":\{"fl_lightning\.(\d{1,9})":"')
 
 
 def write(kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes of a container.
+    """Encode JSON fields and tensors as one message (a container), and return its bytes.
 
     Args:
         kind: type of the content.
@@ -111,7 +111,7 @@ def write(kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 
 
 def size_of(kind: str, fields: Mapping[str, Any], forms: Mapping[str, Form]) -> int:
-    """Return the length of a container in bytes, without writing it.
+    """Return the length of a message (a container) in bytes, without encoding it.
 
     Args:
         kind: type of the content.
@@ -129,7 +129,7 @@ def size_of(kind: str, fields: Mapping[str, Any], forms: Mapping[str, Form]) -> 
 def read(
     content: bytes | bytearray | memoryview, kind: str, *, limit: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a container's fields and tensors, which share no memory with the bytes.
+    """Decode a message: return its fields and its tensors, which share no memory with the bytes.
 
     Args:
         content: bytes from an untrusted sender.
@@ -172,7 +172,7 @@ def _checksum(parts: list[Any]) -> bytes:
 
 
 def _header_and_data(content: memoryview) -> tuple[str, memoryview]:
-    """Check the checksum, and return the header's text and the tensors' bytes."""
+    """Check a message's version and checksum; return the header's text and the tensors' bytes."""
     if len(content) < _DIGEST.stop:
         raise MessageError(f"not a message of fl_lightning: it has only {len(content)} bytes")
     magic = bytes(content[_LENGTH.size : _DIGEST.start])
@@ -199,7 +199,7 @@ def _header_and_data(content: memoryview) -> tuple[str, memoryview]:
 
 
 def _header(kind: str, fields: str, forms: Mapping[str, Form], digest: bytes = b"0" * 64) -> bytes:
-    """Return the header of a container, given its fields and its tensors' dtypes and shapes."""
+    """Return a message's header, given its fields and the dtypes and shapes of its tensors."""
     entries: dict[str, Any] = {}
     at = 0
     for name in _order(forms):
@@ -214,7 +214,7 @@ def _header(kind: str, fields: str, forms: Mapping[str, Form], digest: bytes = b
 
 
 def _order(forms: Mapping[str, Form]) -> list[str]:
-    """Return the tensors' names in their order in the file: largest elements first, as in safetensors."""
+    """Return the tensors' names in their order in the message: largest elements first, as in safetensors."""
     return sorted(forms, key=lambda name: (-DTYPES[forms[name][0]].itemsize, name))
 
 
@@ -223,7 +223,7 @@ def _num_bytes(form: Form) -> int:
 
 
 def form_of(name: str, tensor: Any) -> Form:
-    """Return a tensor's dtype, by name, and shape.
+    """Return a tensor's dtype (its name in messages) and shape; raise MessageError if it cannot be sent.
 
     Raises:
         MessageError: if the tensor cannot be sent.
@@ -241,7 +241,7 @@ def form_of(name: str, tensor: Any) -> Form:
 
 
 def _read_form(name: str, entry: Any) -> Form:
-    """Return a tensor's dtype and shape from the header; `read` compares the header as a whole."""
+    """Return a tensor's dtype and shape from its entry in a message's header."""
     check_string(name, "a tensor's name")
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (0, 0)
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -259,7 +259,7 @@ def _read_form(name: str, entry: Any) -> Form:
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> Tensor:
-    """Return a tensor of a dtype and shape from its bytes, whose number must match."""
+    """Decode a tensor of this dtype and shape from its bytes, whose number must match."""
     found = np.frombuffer(data, np.uint8)
     if dtype == "BOOL" and (found > 1).any():
         raise MessageError("a tensor of booleans has a byte that is neither 0 nor 1")
@@ -269,7 +269,7 @@ def tensor_of(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> T
 
 
 def scalar_text(name: str, scalar: Any) -> str:
-    """Return a 0-d tensor as a text that preserves every bit: the dtype and the bytes.
+    """Encode a 0-d tensor as text, bit-exactly: its dtype and its bytes.
 
     Example:
         >>> scalar_text("loss", torch.tensor(0.5))
@@ -282,7 +282,7 @@ def scalar_text(name: str, scalar: Any) -> str:
 
 
 def scalar_of(text: Any) -> Tensor:
-    """Return the 0-d tensor from a text of `scalar_text`."""
+    """Decode a 0-d tensor from its text, the inverse of `scalar_text`."""
     dtype, _, digits = text.partition(" ") if isinstance(text, str) else ("", "", "")
     try:
         data = bytes.fromhex(digits)
@@ -294,7 +294,7 @@ def scalar_of(text: Any) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a tensor's bytes; they share the tensor's memory if it is contiguous on the CPU."""
+    """Return a tensor's bytes, as a view of its memory if that is contiguous on the CPU."""
     if sys.byteorder == "big":
         raise MessageError("this machine is big-endian: its tensors cannot be written or read")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -305,7 +305,7 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def as_tensor(content: bytes) -> Tensor:
-    """Return bytes as a tensor that a container can hold: uint8, shape (n,).
+    """Convert bytes to a tensor that a message can hold: uint8, shape (n,).
 
     Example:
         >>> as_tensor(b"ab"), bytes_of(as_tensor(b"ab"))
@@ -317,7 +317,7 @@ def as_tensor(content: bytes) -> Tensor:
 
 
 def bytes_of(tensor: Tensor | None) -> bytes:
-    """Return the bytes in a tensor of a container, the inverse of `as_tensor`.
+    """Return the bytes in a tensor of a message, the inverse of `as_tensor`.
 
     Raises:
         MessageError: if the tensor is missing, no vector, or of another dtype.

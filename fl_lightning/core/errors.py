@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 
 class ConfigurationError(ValueError):
-    """An invalid setting: the message names the option, its value and the allowed values.
+    """Raised for an invalid setting; the message names the option, its value and the allowed values.
 
     The command line prints the message alone, without a traceback.
     """
@@ -53,7 +53,7 @@ def raise_together(*checks: Callable[[], object]) -> None:
 
 
 def check_range(what: str, value: float | None, allowed: str, advice: str = "") -> None:
-    """Raise ConfigurationError if an option is out of a range that is given in words.
+    """Raise ConfigurationError if an option's value is out of range; the range is given in words.
 
     Args:
         what: owner and name of the option, e.g. ``"QFedAvg: q"``.
@@ -83,7 +83,7 @@ def check_range(what: str, value: float | None, allowed: str, advice: str = "") 
 
 
 def did_you_mean(name: str, known: Mapping[str, str]) -> str:
-    """Return a question that suggests known names for a misspelt one; empty if none is close.
+    """Return a question that suggests known names for a misspelt name; empty if no name is close.
 
     Args:
         name: the misspelt name.
@@ -99,7 +99,7 @@ def did_you_mean(name: str, known: Mapping[str, str]) -> str:
 
 
 def close_to(name: str, names: Iterable[str], most: int = 30) -> str:
-    """Return a suggestion for a misspelt name: close names, else all names if they are at most `most`.
+    """Return a sentence that suggests names similar to a misspelt one, or lists all names if they are few.
 
     Example:
         >>> close_to("lossy", ["loss", "accuracy"]), close_to("x", ["loss"])
@@ -113,7 +113,7 @@ def close_to(name: str, names: Iterable[str], most: int = 30) -> str:
 
 
 class Ranged:
-    """Base of dataclasses that check the ranges of all their options when an object is made.
+    """Base of dataclasses that check the ranges of all their options on construction.
 
     Attributes:
         ranges: range of each option in words, see `check_range`, if wanted with advice after a colon. The
@@ -146,7 +146,7 @@ clips nothing
 
 
 class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
-    """Raised for a client whose update cannot be used; `client_id` is the id of the client.
+    """Raised for a client (`client_id`) whose update cannot be used, e.g. because it is not finite.
 
     Example:
         >>> raise ClientFailure(7, "its loss is nan")
@@ -166,7 +166,7 @@ class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
 
 
 class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
-    """Slots and sequential training gave client `client_id` results that differ by more than rounding.
+    """Raised if training a client in slots (many clients as one batch) and alone gives different results.
 
     It needs another setting, so it is never skipped as a client's failure is.
     """
@@ -222,7 +222,7 @@ _RAISED = (ValueError, RuntimeError, IndexError)
 
 
 def help_with_one_example(error: Exception | None, batch_sizes: Iterable[int]) -> str:
-    """Return a hint to append to a client's failure, or "" if another reason is likely.
+    """Return a hint for a client that failed on a batch of one example; empty if another cause is likely.
 
     Args:
         error: the exception, or None if a number was not finite.

@@ -48,7 +48,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names that a package exports, and make the constructors of these classes check argument types.
+    """Yield a package's exported names; its classes' constructors check argument types from then on.
 
     Args:
         file: path of the package's ``__init__``.
@@ -60,7 +60,7 @@ def exports(file: str, module: Mapping[str, Any]) -> Iterator[str]:
 
 
 def with_checked_kinds(found: Any) -> Any:
-    """Make the constructor of a class of ours check argument types, and return the class."""
+    """Make the constructor of a class of this package check argument types, and return the class."""
     for owner in found.__mro__ if inspect.isclass(found) else ():
         build = vars(owner).get("__init__")
         if build is None or not owner.__module__.startswith("fl_lightning."):
@@ -88,7 +88,7 @@ def _checked(build: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError if arguments do not fit a function's annotations.
+    """Raise ConfigurationError if arguments do not have the types that a function's annotations name.
 
     Args:
         function: a function with annotations, such as a constructor.
@@ -127,7 +127,7 @@ def _allowed(function: Callable[..., Any]) -> Mapping[str, tuple[Any, ...]]:
 
 
 def alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the types of a union, also of nested unions."""
+    """Yield the members of a union type, also of nested unions."""
     if get_origin(hint) not in (Union, UnionType):
         yield hint
         return
@@ -148,7 +148,7 @@ def _problem(name: str, value: Any, allowed: Sequence[Any]) -> str | None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value fits an annotated type; for classes of this package, having the abstract methods suffices."""
+    """Return whether a value fits a type; for base classes of this package, having the abstract methods is enough."""
     plain = get_origin(hint) or hint
     if get_origin(hint) is Literal:
         return value in get_args(hint)
@@ -172,14 +172,14 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def entries(hint: Any) -> tuple[Any, ...]:
-    """Return the type arguments of a list or sequence; empty for other types."""
+    """Return the type of a list's or sequence's elements, in a tuple; empty for other types."""
     is_list = get_origin(hint) in (list, Sequence) or get_args(hint)[1:] == (...,)
     return get_args(hint) if is_list else ()
 
 
 @cache
 def _methods(kind: type) -> tuple[str, ...]:
-    """Names of the methods by which an object fits a type; an impossible name if only an instance fits."""
+    """Return the methods by which an object is accepted as a type; if only instances are, a name that no object has."""
     if is_protocol(kind):
         return tuple(get_protocol_members(kind))
     if kind.__module__.startswith("fl_lightning."):
@@ -201,7 +201,7 @@ _PLAIN_VALUES: tuple[tuple[Any, Callable[[type, type], bool]], ...] = (
 
 
 def in_words(hint: Any, words: Mapping[Any, str] = IN_WORDS) -> str:
-    """Describe a type in a message, such as ``a list (each entry a whole number)``.
+    """Describe a type in words for a message, e.g. ``a list (each entry a whole number)``.
 
     Args:
         hint: the type.
@@ -231,7 +231,7 @@ def _of_class(value: Any) -> str:
 
 
 def is_accepted(name: str, allowed: Sequence[Any]) -> bool:
-    """Return whether objects of an exported class may fit one of the types, judged by its base classes."""
+    """Return whether objects of an exported class may fit one of the types, judged by the class's bases."""
     package, _, name = public_paths()[name].rpartition(".")
     found = getattr(import_module(package), name)
     inner = [one for kind in allowed for entry in entries(kind) for one in alternatives(entry)]
@@ -242,7 +242,7 @@ def is_accepted(name: str, allowed: Sequence[Any]) -> bool:
 
 
 def _instead(name: str, value: Any, allowed: Sequence[Any]) -> str:
-    """Return the call that the user should write, or "" if unknown."""
+    """Return advice for a wrong argument: the correct call to write; empty if unknown."""
     if inspect.isclass(value):
         return f": write {name}={value.__name__}(…)"
     is_list = any(map(entries, allowed))

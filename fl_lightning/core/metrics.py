@@ -28,7 +28,7 @@ PER_EXAMPLE = " per example"
 
 
 class _ByClient(NamedTuple):
-    """Values of one metric and their weights, by client in increasing order."""
+    """One metric's value and weight per client, sorted by client id."""
 
     clients: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ class _ByClient(NamedTuple):
 
 @dataclass
 class _Entries:
-    """Values of one metric as a list of vectors, with weights and clients."""
+    """One metric's values, weights and client ids, in the order in which they were added."""
 
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class _Entries:
 
 
 class ClientMeans:
-    """Values of named metrics, one value per client, weighted by numbers of examples.
+    """Metrics with one value per client, and their means over clients, weighted by numbers of examples.
 
     Attributes:
         reductions: ``"sum"``, ``"min"`` or ``"max"`` over clients, by name of the metric; the mean
@@ -78,7 +78,7 @@ class ClientMeans:
         num_examples: Sequence[float],
         client_ids: Sequence[int],
     ) -> None:
-        """Add the values of m clients, in any order; each tensor has m elements.
+        """Add the metrics of m clients, in any order; each tensor has one value per client.
 
         A client's weight is its number of examples, times the metric ``<name> per example`` if given.
         """
@@ -95,18 +95,18 @@ class ClientMeans:
 
     @property
     def names(self) -> list[str]:
-        """Names of the metrics, in order of appearance."""
+        """Names of the metrics, in the order in which they were added."""
         return list(self._entries)
 
     def by_client(self, name: str) -> dict[int, float]:
-        """Value of one metric for each client; empty if there is no such metric."""
+        """Return one metric's value for each client id; empty if there is no such metric."""
         if name not in self._entries:
             return {}
         known = self._entries[name].by_client()
         return dict(zip(known.clients.tolist(), known.values.tolist(), strict=True))
 
     def reduced(self) -> dict[str, float]:
-        """Return every metric reduced over clients, by default to the mean over examples."""
+        """Return every metric over all clients: the mean over examples, or the sum, minimum or maximum."""
         found: dict[str, float] = {}
         kinds: dict[str, Any] = {"sum": np.sum, "min": np.min, "max": np.max}
         with np.errstate(all="ignore"):  # a value may be infinite
@@ -119,7 +119,7 @@ class ClientMeans:
         return found
 
     def stds(self) -> dict[str, float]:
-        """Standard deviation of every metric over clients, which have equal weights, as ``<name>_std``."""
+        """Return each metric's standard deviation over clients, with equal weights, as ``<name>_std``."""
         found: dict[str, float] = {}
         with np.errstate(all="ignore"):
             for name, entries in self._entries.items():
@@ -147,7 +147,7 @@ class ClientMeans:
                 self.reductions[name] = entry["reduction"]
 
     def merge(self, other: ClientMeans) -> None:
-        """Add the clients of another `ClientMeans`; the two must have no client in common."""
+        """Add the values of another `ClientMeans`, whose clients must be other ones."""
         self.reductions |= other.reductions
         for name, entries in other._entries.items():
             values = _joined(entries.values)
@@ -155,7 +155,7 @@ class ClientMeans:
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor:
-    """Concatenate scalars and vectors, in float64 on the CPU."""
+    """Concatenate scalars and vectors to one float64 vector on the CPU."""
     if len({value.device for value in values}) > 1:  # those of a checkpoint are on the CPU
         values = [value.cpu() for value in values]
     vectors = [value.detach().reshape(-1) for value in values]
@@ -164,7 +164,7 @@ def _joined(values: Sequence[Tensor]) -> Tensor:
 
 
 class MetricStates:
-    """A snapshot of the states of torchmetrics objects.
+    """A snapshot of the states of torchmetrics objects, to restore them later.
 
     Args:
         metrics: the objects, e.g. `metrics_of` a module.
@@ -189,7 +189,7 @@ class MetricStates:
             ]
 
     def put_back(self) -> None:
-        """Restore the state of every object."""
+        """Restore every torchmetrics object to its state in the snapshot."""
         for metric, attributes in self._saved:
             for name, value in attributes.items():
                 setattr(metric, name, value)
@@ -202,7 +202,7 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 
 @contextlib.contextmanager
 def kept_apart(metrics: Iterable[Metric]) -> Iterator[None]:
-    """Disable the exchange of torchmetrics objects between processes inside the block.
+    """Keep torchmetrics objects from synchronising over processes inside the block.
 
     If processes do different work, one that waits for the others in ``compute`` waits forever.
     """
@@ -217,7 +217,7 @@ def kept_apart(metrics: Iterable[Metric]) -> Iterator[None]:
 
 
 def pool(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
-    """Set a torchmetrics object to the pooled states of several ones, as torchmetrics does over processes.
+    """Set a torchmetrics object's state to several states merged, as torchmetrics merges processes.
 
     Example:
         >>> from torchmetrics import SumMetric

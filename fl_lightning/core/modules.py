@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore training and evaluation mode of every part of a module at the end of the block.
+    """Restore the training or evaluation mode of every submodule at the end of the block.
 
     Example:
         >>> module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
@@ -29,7 +29,7 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 
 
 def head_names(module: nn.Module) -> list[str]:
-    """Names of the classifier modules: usually one, none if no part has `get_classifier`.
+    """Return the names of a network's classifier modules; empty without timm's `get_classifier`.
 
     Args:
         module: a network with timm's `get_classifier`, or a module that holds such networks.
@@ -58,7 +58,7 @@ _WAITING = ("cpu", "mps")
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the host to a device, without waiting for work queued on the device.
+    """Copy a tensor from the CPU to a device, without waiting for earlier work on the device.
 
     Example:
         >>> sent(torch.ones(2), torch.device("cpu"))

@@ -10,7 +10,7 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 def optuna_for(what: str, extra: str, instead: str = "") -> Any:
-    """Import Optuna and return the module.
+    """Import Optuna and return it; raise ConfigurationError if it is not installed.
 
     Args:
         what: the feature that needs Optuna, the subject of the error message, e.g. ``"a sweep"``.

@@ -22,7 +22,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class MessageError(ValueError):
-    """A message or file that is invalid, or that cannot be written; the text names the reason."""
+    """Raised for an invalid message or file, or for one that cannot be written."""
 
 
 def to_text(value: Any) -> str:
@@ -56,7 +56,7 @@ def from_text(text: str) -> Any:
 
 
 def parse(text: str) -> Any:
-    """Return the value of any JSON text; raise MessageError for repeated names and deep nesting."""
+    """Parse any JSON text; raise MessageError for repeated names and deep nesting."""
     depth = deepest = 0
     for bracket in _BRACKET.finditer(_STRING.sub("", text)):
         depth += 1 if bracket[0] in "[{" else -1
@@ -72,7 +72,7 @@ def parse(text: str) -> Any:
 
 
 def check_plain(value: Any, where: str = "", depth: int = 0) -> None:
-    """Raise MessageError, naming the entry, unless a value is plain JSON with finite numbers."""
+    """Raise MessageError with the entry's name if a value is not plain JSON or has non-finite numbers."""
     kind = type(value)
     if kind is dict or kind is list:
         if depth >= MOST_DEPTH:
@@ -100,7 +100,7 @@ def _check_leaf(value: Any, where: str) -> None:
 
 
 def check_form(written: Any, read: Any) -> None:
-    """Raise MessageError if a document changes when it is read and written again."""
+    """Raise MessageError if decoding and encoding a document again gives another text."""
     if to_text(written) != to_text(read):
         raise MessageError("the message is not in canonical form")
 
@@ -116,7 +116,7 @@ def check_string(value: Any, what: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a shortened text of a value for an error message.
+    """Return a value as text for an error message, shortened to 60 characters.
 
     Example:
         >>> shown("a" * 100)
@@ -134,7 +134,7 @@ def shown(value: Any) -> str:
 
 
 def check_choice(what: str, value: Any, choices: tuple[str, ...] | Mapping[str, str]) -> None:
-    """Raise MessageError if a value is not one of the choices."""
+    """Raise MessageError if a value is not one of the allowed texts."""
     if type(value) is not str or value not in choices:
         raise MessageError(f"{what} must be one of {', '.join(choices)}, got {shown(value)}")
 
@@ -161,7 +161,7 @@ def check_number(what: str, value: Any) -> None:
 
 
 def check_names(what: str, mapping: Any) -> None:
-    """Raise MessageError if a value is not a mapping with short, printable names as keys."""
+    """Raise MessageError if a value is not a mapping whose keys are short, printable names."""
     if not isinstance(mapping, Mapping):
         raise MessageError(f"{what} must be a mapping, got {shown(mapping)}")
     for name in mapping:
@@ -180,7 +180,7 @@ def check_options(options: Any) -> None:
 
 
 def fields_of(document: Mapping[str, Any], names: tuple[str, ...], what: str) -> dict[str, Any]:
-    """Return a document if its fields are exactly ``names``; else raise MessageError."""
+    """Return a JSON object whose fields must be exactly ``names``; else raise MessageError."""
     if type(document) is not dict:
         raise MessageError(f"{what} must be a mapping, got {shown(document)}")
     unknown, missing = sorted(document.keys() - set(names)), sorted(set(names) - document.keys())

@@ -38,7 +38,7 @@ _TIED = (
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Wrap a command so that the system sends it SIGTERM when the thread that started it ends.
+    """Wrap a command so that it gets SIGTERM when the thread that started it ends.
 
     Args:
         command: program and arguments; started from this process.
@@ -67,10 +67,10 @@ def end_with_parent() -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically, so that nobody reads half of it, even if this process is killed.
+    """Write a text file atomically, so that no reader sees half of it, even if this process is killed.
 
     Args:
-        path: path of the file; its folder is made if it is missing. Until the file is whole it is ``.<name>.unfinished``.
+        path: path of the file; its folder is made if missing. While it is written its name is ``.<name>.unfinished``.
         text: the content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def sole_writer(lock: Path, remedy: str) -> Iterator[int]:
-    """Hold a file lock inside the block; yields the file descriptor, which keeps the lock in child processes too.
+    """Hold a file lock inside the block; yield its file descriptor, which child processes can inherit.
 
     Args:
         lock: path of the lock, in the folder to write to or beside it.
@@ -103,7 +103,7 @@ def sole_writer(lock: Path, remedy: str) -> Iterator[int]:
 
 
 def try_lock(file: TextIO, told: str = "") -> bool:
-    """Lock an open file unless another process holds it, and write this process's number into it.
+    """Lock an open file, and write this process's id into it; return False if another process holds the lock.
 
     Returns True if the file was free.
 
@@ -122,7 +122,7 @@ def try_lock(file: TextIO, told: str = "") -> bool:
 
 
 def holder_of(file: TextIO) -> str:
-    """Read the text in a locked file, which starts with the number of the process that locked it."""
+    """Return the text in a lock file, which starts with the id of the process that holds the lock."""
     file.seek(0)
     return file.read().strip() or "of another call"
 

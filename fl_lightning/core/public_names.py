@@ -21,7 +21,7 @@ PACKAGES = (
 
 
 def exported(file: str | Path) -> dict[str, str]:
-    """Return the module of each name that an ``__init__`` file imports from fl_lightning, sorted by name.
+    """Return, for each name that an ``__init__`` file exports, the module that defines it, sorted by name.
 
     Args:
         file: path of the file.
@@ -43,7 +43,7 @@ def exported(file: str | Path) -> dict[str, str]:
 
 @cache
 def public_paths() -> Mapping[str, str]:
-    """Return the import path of every exported name, by short name.
+    """Return a dict from every public name to its import path.
 
     Example:
         >>> public_paths()["Krum"], public_paths()["FedProx"]

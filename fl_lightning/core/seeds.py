@@ -27,7 +27,7 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 def derive_seed(root: int, purpose: str, *ids: int) -> int:
-    """Return the seed of one named stream, an integer in [0, 2**63).
+    """Return the seed of the random stream for one purpose (e.g. a round's cohort), in [0, 2**63).
 
     Args:
         root: seed of the run.
@@ -52,12 +52,12 @@ def _digest(root: int, purpose: str, ids: tuple[int, ...], size: int = 8) -> byt
 
 
 def is_secret(root: int) -> bool:
-    """True if a root seed is a secret of 256 bits, see `secret_seed`."""
+    """True if a run's root seed is a secret of 256 bits, see `secret_seed`."""
     return root >= 2**64
 
 
 def secret_seed() -> int:
-    """Draw a secret root seed from the operating system's secure generator.
+    """Draw a secret root seed for a run from the operating system's secure generator.
 
     Example:
         >>> is_secret(secret_seed()), is_secret(2**64 - 1)
@@ -67,7 +67,7 @@ def secret_seed() -> int:
 
 
 def uniform_stream(root: int, purpose: str, *ids: int, size: int) -> npt.NDArray[np.float64]:
-    """Return the first ``size`` uniform numbers in [0, 1) of the named stream, shape (size,).
+    """Return the first ``size`` uniform numbers in [0, 1) of the stream for one purpose, shape (size,).
 
     They come from NumPy, or from SHAKE-256 for a secret root, so that some do not reveal others.
     """
@@ -79,12 +79,12 @@ def uniform_stream(root: int, purpose: str, *ids: int, size: int) -> npt.NDArray
 
 
 def torch_generator(root: int, purpose: str, *ids: int) -> torch.Generator:
-    """Return torch's CPU generator for the named stream."""
+    """Return a torch CPU generator, seeded for one purpose by `derive_seed`."""
     return torch.Generator().manual_seed(derive_seed(root, purpose, *ids))
 
 
 def numpy_generator(root: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Return NumPy's generator for the named stream."""
+    """Return a NumPy generator, seeded for one purpose by `derive_seed`."""
     return np.random.default_rng(derive_seed(root, purpose, *ids))
 
 
@@ -134,13 +134,13 @@ def check_seed(owner: str, seed: int | None) -> None:
 
 
 def run_seed(seed: int | None) -> int:
-    """Return ``seed``; for None, the seed given to `lightning.seed_everything`, or 0."""
+    """Return ``seed``; if it is None, the seed set by `lightning.seed_everything`, or 0."""
     check_seed("a run", seed)
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 
 class GlobalGenerators:
-    """A snapshot of the states of the global random generators.
+    """A snapshot of the global random generators (torch, NumPy, Python), to restore them later.
 
     Args:
         only_torch: leave out NumPy and Python, whose states take 0.1 ms to read and write.
@@ -160,7 +160,7 @@ class GlobalGenerators:
         self._others = None if only_torch else (np.random.get_state(), random.getstate())
 
     def put_back(self) -> None:
-        """Restore the states of the generators."""
+        """Restore the global generators to their states in the snapshot."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -182,7 +182,7 @@ def preserve_global_generators(*, only_torch: bool = False) -> Iterator[None]:
 
 
 def seed_global_generators(seed: int) -> None:
-    """Seed the global generators, which dropout and augmentation in users' code draw from."""
+    """Seed the global generators of torch, NumPy and Python, which dropout and augmentation use."""
     # not torch.manual_seed: before CUDA starts it formats a stack trace, ten times the seeding
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

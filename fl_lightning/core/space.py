@@ -22,7 +22,7 @@ _LARGE = 2**18
 
 
 class Space:
-    """Named tensors, concatenated into a vector of length `size`.
+    """Layout of a module's tensors as one vector of length `size`, and conversion between both.
 
     Args:
         tensors: the live tensors by name, in order. They are written to in place.
@@ -72,7 +72,7 @@ class Space:
         active: Mapping[Tensor, Tensor] | None = None,
         without: Collection[str] = (),
     ) -> Space:
-        """Return the space of all trainable parameters (``requires_grad``); tied parameters count once.
+        """Return the layout of all trainable parameters as one vector; tied parameters count once.
 
         Args:
             module: the module.
@@ -114,7 +114,7 @@ class Space:
 
     @classmethod
     def of_buffers(cls, module: nn.Module, without: Collection[str] = ()) -> Space:
-        """Return the space of floating-point and complex buffers (e.g. running statistics), but for some names.
+        """Return the layout of floating-point and complex buffers (e.g. running statistics) as one vector.
 
         Integer buffers (batch norm's ``num_batches_tracked``) are not averaged: a client starts
         from the server's value, which does not change.
@@ -124,7 +124,7 @@ class Space:
         return cls({name: b for name, b in floating.items() if name not in without})
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """Return the current values as a vector of shape (k,), in ``out`` if given."""
+        """Return the tensors' current values as a vector of shape (k,), in ``out`` if given."""
         if not self._tensors:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         pairs = zip(self._flat_views(), self._indices, strict=True)
@@ -132,7 +132,7 @@ class Space:
         return torch.cat(parts, out=out).to(self.dtype)
 
     def write(self, vector: Tensor) -> None:
-        """Copy a vector of shape (k,) into the live tensors, in place."""
+        """Copy a vector of shape (k,) into the module's tensors, in place."""
         if not self._tensors:
             return
         if self._written[0] is not vector:  # all clients of a round start with the same vector
@@ -146,7 +146,7 @@ class Space:
                 _put(tensor, index, view)
 
     def _flat_views(self) -> list[Tensor]:
-        """Return the live tensors as flat views, cached until a tensor moves to other memory."""
+        """Return the module's tensors as flat views, cached until a tensor moves to other memory."""
         # a kept vector keeps its memory as well, so that no other tensor can get the same address
         places = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.is_contiguous, self._tensors)]
         if places != self._flat[0] or not all(places[len(self._tensors) :]):
@@ -154,7 +154,7 @@ class Space:
         return self._flat[1]
 
     def moved_from(self, start: Tensor) -> Tensor:
-        """Return start - current, the delta of local training, as a vector of shape (k,)."""
+        """Return start minus current values, shape (k,): the delta of a client's training."""
         if not self.is_lossless:
             end = self.read()
             self.write(start)  # the values began rounded: only their own movement counts
@@ -171,7 +171,7 @@ class Space:
         return moved
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """Return the vector's parts, one per tensor, without a copy.
+        """Split a vector into one part per tensor, without a copy.
 
         A part has the shape of its tensor, or (k_i,) if only some entries belong to the space.
 
@@ -188,7 +188,7 @@ class Space:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the vector's parts, in order, see `views`.
+        """Shapes of the parts into which `views` splits a vector, in order.
 
         Example:
             >>> tensors = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
@@ -199,11 +199,11 @@ class Space:
         return tuple(tuple(t.shape) if size == t.numel() else (size,) for t, size in pairs)
 
     def entries(self, vector: Tensor) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-        """Return (live tensor, indices of its entries or None for all, part of the vector) per tensor."""
+        """Return per tensor: the tensor, the indices of its trainable entries (None: all), its part of the vector."""
         return list(zip(self._tensors, self._indices, self.views(vector), strict=True))
 
     def full(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return whole tensors by name: the vector's values, and current values at frozen entries."""
+        """Return whole tensors by name: values of the vector, and current values where entries are frozen."""
         tensors = {}
         for name, (live, index, view) in zip(self.names, self.entries(vector), strict=True):
             tensors[name] = view
@@ -213,7 +213,7 @@ class Space:
         return tensors
 
     def coordinates(self, masks: Mapping[str, Tensor]) -> Tensor:
-        """Return a mask over coordinates, True where the masks over tensors are: bool, shape (k,).
+        """Convert masks by tensor name to a mask over the vector's coordinates: bool, shape (k,).
 
         Args:
             masks: bool tensors by name; a tensor without a mask counts as all True.
@@ -239,7 +239,7 @@ class Space:
         return torch.cat(parts)
 
     def positions_in(self, other: Space) -> Tensor:
-        """Return each coordinate's index in another space, or -1 if the other space lacks it: int64, shape (k,).
+        """Return each coordinate's index in another layout's vector, -1 if it is not there: int64, shape (k,).
 
         Example:
             >>> tensors = {"weight": torch.zeros(4)}
@@ -266,16 +266,16 @@ class Space:
         return torch.cat(parts)
 
     def named_views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return `views` by name."""
+        """Split a vector into one part per tensor, by name, without a copy."""
         return dict(zip(self.names, self.views(vector), strict=True))
 
     def fingerprint(self) -> str:
-        """Hash of names and shapes; spaces with the same fingerprint can exchange vectors."""
+        """Hash of tensor names and shapes; layouts with equal hashes can exchange vectors."""
         shapes = [(name, tuple(t.shape)) for name, t in zip(self.names, self._tensors, strict=True)]
         return hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
 
     def mask_fingerprint(self) -> str:
-        """Hash of the active entries' indices; empty if all entries are active."""
+        """Hash of the indices of trainable entries; empty if no mask freezes entries."""
         if not self.active:
             return ""
         digest = hashlib.blake2b(digest_size=16)

@@ -15,7 +15,7 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 class Trait(Enum):
-    """A property of a round; its value completes the sentence "the part needs that …"."""
+    """A condition on a round that a part (e.g. an aggregator) may need or break."""
 
     SINGLE_UPDATES = "the server reads the update of each client"
     COHORTS = "the server waits for a cohort, whose clients start from the same model"
@@ -37,7 +37,7 @@ Clauses = Mapping[Trait, str]
 
 @dataclass(frozen=True)
 class Traits:
-    """Traits of a part, each with a clause that completes a sentence about the part.
+    """Conditions on a round that a part (e.g. an aggregator) needs or breaks, with reasons for messages.
 
     Attributes:
         needs: reasons to need a trait, e.g. ``"weighs each update by its staleness"``.
@@ -61,7 +61,7 @@ class Traits:
         return Traits(*merged)
 
     def without(self, *traits: Trait) -> Traits:
-        """Return the traits without the given ones, for a subclass that does not have them."""
+        """Return a copy without some conditions, for a subclass that neither needs nor breaks them."""
         kept = (
             {t: c for t, c in getattr(self, f.name).items() if t not in traits}
             for f in fields(self)
@@ -73,7 +73,7 @@ NO_TRAITS = Traits()
 
 
 def conflicts(parts: Mapping[str, Traits]) -> Iterator[str]:
-    """Yield a sentence for each trait that one part needs and another part breaks.
+    """Yield a sentence for each condition that one part of a run needs and another part breaks.
 
     Args:
         parts: traits of each part, by option and class name, e.g. ``"federation.aggregator Krum"``.
@@ -89,6 +89,6 @@ def conflicts(parts: Mapping[str, Traits]) -> Iterator[str]:
 
 
 def check_together(parts: Mapping[str, Traits]) -> None:
-    """Raise ConfigurationError if parts conflict, with one line per conflict."""
+    """Raise ConfigurationError if one part of a run breaks a condition that another needs."""
     if problems := list(conflicts(parts)):
         raise ConfigurationError("\n".join(problems))

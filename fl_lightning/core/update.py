@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GlobalModel:
-    """The global model that clients receive, as vectors.
+    """The global model as two vectors: trainable parameters, and other state such as buffers.
 
     Attributes:
         params: trainable shared parameters as one vector, shape (k,).
@@ -32,7 +32,7 @@ class GlobalModel:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """The update of one client in a round, for rules that read one update at a time.
+    """The update of one client in a round: delta, buffers, number of examples, metrics.
 
     Attributes:
         client_id: number of the client.
@@ -63,14 +63,14 @@ class ClientUpdate:
 
     @cached_property
     def norm(self) -> Tensor:
-        """L2 norm of the delta, a scalar; not finite if a coordinate is not."""
+        """L2 norm of the delta, a scalar; NaN or infinite if a coordinate is."""
         norm: Tensor = torch.linalg.vector_norm(self.delta)
         return norm
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of m ≥ 1 clients, one row per client.
+    """The updates of m ≥ 1 clients, stacked: one row of each tensor per client.
 
     Updates from a generator must be used before the next ones are requested. Iterating yields a
     `ClientUpdate` per client.
@@ -104,7 +104,7 @@ class Updates:
 
     @staticmethod
     def of(update: ClientUpdate | Updates) -> Updates:
-        """Convert the update of one client into one row; `Updates` are returned unchanged."""
+        """Convert one client's update to `Updates` of one row; `Updates` are returned unchanged."""
         if isinstance(update, Updates):
             return update
         steps = update.effective_steps
@@ -145,7 +145,7 @@ class Updates:
         ]
 
     def rows(self, kept: list[int]) -> Updates:
-        """Return the updates in the given rows.
+        """Return the updates with the row numbers ``kept``.
 
         Example:
             >>> updates = Updates([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
@@ -170,7 +170,7 @@ class Updates:
 
     @cached_property
     def norms(self) -> Tensor:
-        """L2 norm of each delta, shape (m,)."""
+        """L2 norm of each client's delta, shape (m,)."""
         if len(self.client_ids) == 1:  # bit-identical to the norm of a single update
             return self._views[0].norm.reshape(1)
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)

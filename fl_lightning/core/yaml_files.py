@@ -24,7 +24,7 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten ti
 
 
 def read(path: Path, option: str = "config: ", *, remedy: str = "") -> dict[str, Any]:
-    """Return the options in a YAML file.
+    """Read a YAML file of options, and return these as a dict.
 
     Args:
         path: path of the file.
@@ -65,7 +65,7 @@ def _options_in(content: bytes) -> dict[str, Any]:
 
 
 def load(text: str, path: str = "") -> Any:
-    """Return the content of a YAML text.
+    """Parse a YAML text; raise ConfigurationError if it is unsafe to read or repeats an option.
 
     Args:
         text: the text.
@@ -90,7 +90,7 @@ reference
 
 
 def check_text(text: str, path: str = "") -> None:
-    """Raise if a YAML text is nested too deeply, refers to itself, is too large, or gives an option twice.
+    """Raise ConfigurationError if a YAML text is nested too deeply, too large, self-referential, or repeats an option.
 
     Args:
         text: the text.
@@ -117,7 +117,7 @@ keep one of them
 
 
 def _check_depth(text: str, path: str) -> None:
-    """Raise if a text is nested too deeply; checked first, because the parser is recursive."""
+    """Raise ConfigurationError if a YAML text is nested too deeply for the recursive parser."""
     depth = 0
     try:
         for event in yaml.parse(text, LOADER):
@@ -134,7 +134,7 @@ def _check_depth(text: str, path: str) -> None:
 
 
 def _nodes(node: Any, path: str, outer: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the nodes of a text, those behind references each time; raise for an invalid one."""
+    """Yield all nodes of a YAML text, those behind references each time; raise an error for an invalid node."""
     yield node
     _check_node(node, path, outer)
     for place, inner in _entries(node, path):
@@ -154,7 +154,7 @@ def _check_node(node: Any, path: str, outer: tuple[Any, ...]) -> None:
 
 
 def _entries(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a list or a mapping with their paths; of a mapping also the names."""
+    """Yield (path, node) for the entries of a YAML list or mapping; for a mapping, its names too."""
     lines: dict[str, int] = {}
     for number, entry in enumerate(node.value if isinstance(node, yaml.CollectionNode) else ()):
         if isinstance(node, yaml.SequenceNode):

@@ -29,12 +29,12 @@ from fl_lightning.data.shards import FlatShards
 
 
 class ExampleTransform(Protocol):
-    """A transform of examples, including their labels, that may differ between clients."""
+    """A transform of inputs and labels that may differ between clients."""
 
     def apply(
         self, inputs: Tensor, labels: Tensor, client: int, seeds: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return the transformed inputs and labels, of the same shapes and types.
+        """Return one client's inputs and labels after the transform, with unchanged shapes and types.
 
         Args:
             inputs: inputs of n examples of the client, shape (n, …); must not be changed in place.
@@ -85,7 +85,7 @@ class QuarterTurns(Ranged):
 @final
 @dataclass(frozen=True)
 class LabelPermutation(Ranged):
-    """Permutes class numbers, differently for each group of clients; group 0 keeps them.
+    """Permutes the class numbers of labels, in another way for each group of clients; group 0 keeps its labels.
 
     Client c is in group c mod ``num_groups``.
 
@@ -124,7 +124,7 @@ class LabelPermutation(Ranged):
 
 
 class Poison(Protocol):
-    """Changes that attackers make to their training examples.
+    """A way in which malicious clients (attackers) change their training examples.
 
     Attributes:
         share: share of an attacker's examples that are changed, in [0, 1].
@@ -134,7 +134,7 @@ class Poison(Protocol):
     def share(self) -> float: ...  # noqa: D102
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return changed inputs (m, …) and labels (m,), without changing the arguments."""
+        """Return an attacker's poisoned inputs, shape (m, …), and labels, shape (m,); the arguments stay unchanged."""
 
 
 _SHARE = "in [0, 1]: it is the part of an attacker's examples that is changed"
@@ -143,7 +143,7 @@ _SHARE = "in [0, 1]: it is the part of an attacker's examples that is changed"
 @final
 @dataclass(frozen=True)
 class LabelFlip(Ranged):
-    """Replaces each label y of C classes by C - 1 - y.
+    """Replaces an attacker's labels y by C - 1 - y, for C classes.
 
     Args:
         num_classes: number of classes C, ≥ 2.
@@ -171,7 +171,7 @@ class LabelFlip(Ranged):
 @final
 @dataclass(frozen=True)
 class Trigger(Ranged):
-    """Adds a patch to the lower right corner of images and labels them as one class (a backdoor).
+    """Backdoor attack: adds a patch to the lower right corner of images, and labels them as a target class.
 
     Args:
         target: class that the changed images get as their label.
@@ -201,7 +201,7 @@ class Trigger(Ranged):
     share: float = 0.5
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the images with the patch, and the target class as labels."""
+        """Return the images with the trigger's patch, and the target class as every label."""
         _check_labels(labels, None, "attackers.poison: Trigger")
         smallest = min(inputs.shape[-2:])
         if self.size > smallest:
@@ -214,7 +214,7 @@ class Trigger(Ranged):
 
 
 def _check_labels(labels: Tensor, num_classes: int | None, rule: str) -> None:
-    """Raise ConfigurationError if labels are no class numbers in [0, num_classes)."""
+    """Raise ConfigurationError unless labels are class numbers in [0, num_classes)."""
     if labels.ndim > 1 and labels.is_floating_point():
         raise ConfigurationError(
             f"{rule} changes class numbers, got rows of shape {tuple(labels.shape[1:])} in {labels.dtype}, "
@@ -231,7 +231,7 @@ def _check_labels(labels: Tensor, num_classes: int | None, rule: str) -> None:
 
 
 def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
-    """Client that owns each of N examples, shape (N,); -1 if none does.
+    """Return which client owns each of N examples, shape (N,); -1 for examples without a client.
 
     Raises:
         ConfigurationError: if an example belongs to two clients.
@@ -258,7 +258,7 @@ def owners_of(shards: Sequence[FlatShards], num_examples: int) -> Tensor:
 def poisoned_examples(
     shards: FlatShards, clients: Sequence[int], share: float, num_examples: int, seed: int
 ) -> Tensor:
-    """Attacker that poisons each example, shape (num_examples,); -1 if none does.
+    """Choose the examples to poison; return each example's attacker, shape (num_examples,), or -1 if it stays clean.
 
     Args:
         shards: examples that each client trains on.
@@ -292,7 +292,7 @@ Change = Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
 def changed_reader(
     read: Callable[[Tensor], Any], owners: Tensor, change: Change, option: str
 ) -> Callable[[Tensor], Any]:
-    """Return a batch reader that transforms or poisons clients' examples.
+    """Wrap a function that reads batches by index, so that each client's examples are transformed or poisoned.
 
     Args:
         read: function from indices of examples, shape (B,), to a batch: a pair of inputs and labels.
@@ -322,7 +322,7 @@ def changed_reader(
 
 
 def transforms_of(transforms: Sequence[ExampleTransform], seed: int) -> Change:
-    """Chain example transforms into one function, which applies them in order, seeded by the data module's seed."""
+    """Chain example transforms into one function that applies them in order, with a random seed for each example."""
 
     def change(
         inputs: Tensor, labels: Tensor, client: int, indices: Tensor
@@ -336,7 +336,7 @@ def transforms_of(transforms: Sequence[ExampleTransform], seed: int) -> Change:
 
 
 def check_poison(batch: Any, num_classes: int, poison: Poison) -> None:
-    """Raise ConfigurationError if a poisoned label of a batch is not in [0, num_classes)."""
+    """Poison a copy of a batch, and raise ConfigurationError if a label is then outside [0, num_classes)."""
     if not is_pair(batch):
         return
     changed = poison.change(batch[0].clone(), batch[1].clone())[1]
@@ -349,7 +349,7 @@ def check_poison(batch: Any, num_classes: int, poison: Poison) -> None:
 
 
 def is_pair(batch: Any) -> bool:
-    """True if a batch is a pair of tensors, like inputs and labels."""
+    """Return whether a batch is a tuple or list of two tensors, such as inputs and labels."""
     return (
         type(batch) in (tuple, list)
         and len(batch) == 2

@@ -44,7 +44,7 @@ _LABEL_POSITION = 1  # of an item that is a tuple
 def read_column(
     dataset: Dataset[Any], column: Column | None, option: str = "data.labels"
 ) -> npt.NDArray[Any]:
-    """Read one value per example, without loading the examples if possible.
+    """Return a column of a data set (one value per example), if possible without loading the examples.
 
     Args:
         dataset: map-style data set.
@@ -82,14 +82,14 @@ def read_column(
 
 
 def name_of(column: Column) -> str:
-    """Name of a column for a message."""
+    """Return a column's name as error messages show it, e.g. in quotes, or the name of a function."""
     if isinstance(column, str):
         return repr(column)
     return getattr(column, "__name__", "a function") if callable(column) else "the values given"
 
 
 def _imported(name: str | None) -> Callable[[Any], Any] | None:
-    """Return the function at an import path, or None if the name is no import path."""
+    """Return the function that an import path such as ``my.module.function`` names; None if it names none."""
     module, _, function = (name or "").rpartition(".")
     try:
         found = getattr(import_module(module), function, None) if module else None
@@ -99,7 +99,7 @@ def _imported(name: str | None) -> Callable[[Any], Any] | None:
 
 
 def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | None:
-    """Return a column that a data set stores under a name; None if it stores none."""
+    """Return the values that a data set stores under a name, without loading examples; None if it stores none."""
     for each in LABEL_NAMES if name is None else (name,):
         if (values := _own(dataset, each)) is not None:
             return _on_the_host(values, option)
@@ -114,7 +114,7 @@ def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | N
 
 
 def _own(dataset: Any, name: str) -> Any:
-    """Return a column or attribute of a data set; None if it does not have one value per example."""
+    """Return a data set's own column or attribute of this name; None if it lacks one value per example."""
     if name in (getattr(dataset, "column_names", None) or ()):
         # a format may transform whole rows, for which one column is not enough
         plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
@@ -139,7 +139,7 @@ def _joined(parts: Sequence[npt.NDArray[Any] | None], option: str) -> npt.NDArra
 
 
 def _of_items(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any]:
-    """Read one part, e.g. the label, of every example, which loads all examples."""
+    """Load all examples, and return one part of each, e.g. its label."""
     values: list[Any] = []
     try:
         for index in range(len(dataset)):
@@ -186,7 +186,7 @@ _MOST_WORDS = 20_000  # the most frequent ones; a topic has a number for each
 @final
 @dataclass(frozen=True)
 class Topics(Ranged):
-    """Groups texts by topic (k-means on TF-IDF vectors); the topics can be labels or owners of examples.
+    """Assigns each text to a topic by k-means on TF-IDF vectors; topics can serve as labels or as clients.
 
         topic of d = argmin_k ‖x_d - c_k‖²,    x_d = v_d / ‖v_d‖
         v_dw = (1 + ln n_dw) (1 + ln((1 + N) / (1 + N_w)))
@@ -259,7 +259,7 @@ def column_of(values: Any) -> npt.NDArray[Any]:
 
 
 def is_missing(value: Any) -> bool:
-    """True if a value is None, not a finite number, or a missing value of pandas or NumPy."""
+    """Return whether a value is missing: None, nan, infinite, or a missing value of pandas or NumPy."""
     if isinstance(value, (float, np.floating)):
         return not np.isfinite(value)
     if isinstance(value, (np.datetime64, np.timedelta64)):
@@ -290,7 +290,7 @@ def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
 
 
 def as_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert one-hot rows, and 0.0 and 1.0, to one integer per example; other values are unchanged.
+    """Convert one-hot rows to class numbers, and labels 0.0 and 1.0 to integers; other labels are unchanged.
 
     Args:
         values: shape (N,), (N, 1) or (N, C).
@@ -312,14 +312,14 @@ def as_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def are_classes(labels: npt.NDArray[Any]) -> bool:
-    """True if labels, shape (N, …), are one class per example."""
+    """Return whether labels, shape (N, …), are one class per example, unlike vectors or real numbers."""
     return labels.ndim == 1 and as_labels(labels).dtype.kind != "f"
 
 
 def classes_of(
     labels: npt.NDArray[Any], rule: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Number classes in the order of sorted labels; return every example's class and the classes' sizes.
+    """Return each example's class number, in the order of the sorted labels, and each class's number of examples.
 
     Raises:
         ConfigurationError: if labels are real numbers; ``rule`` is the name of the partition that needs classes.
@@ -340,7 +340,7 @@ def classes_of(
 
 
 def quantile_bins(labels: npt.NDArray[Any], bins: int) -> npt.NDArray[np.int64]:
-    """Bin of every number, in [0, bins); bins are equally large, except that equal numbers share a bin.
+    """Put labels into ``bins`` equally large bins, and return each label's bin, in [0, bins); equal labels share one.
 
     A number at an edge, which is a quantile, is in the upper bin.
 

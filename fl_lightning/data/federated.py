@@ -160,11 +160,11 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def fitted_transforms(self) -> list[Transform]:
-        """The `transforms` as functions of inputs, fitted to all clients' training examples."""
+        """The option `transforms` as functions from inputs to inputs, fitted to all clients' training examples."""
         return fit_transforms(self.transforms, self.clients, self._read(augmented=False))
 
     def _test_sets(self) -> Any:
-        """Return the source's test loaders; for a source without any, a loader of all clients' test examples."""
+        """Return the test loaders of the source data module, or else a loader of all clients' held-out test examples."""
         has_one = is_overridden("test_dataloader", self.source, LightningDataModule)
         loaders = self.changed(self.source.test_dataloader()) if has_one else []
         return self._clients_test_set() if loaders == [] else loaders
@@ -183,7 +183,7 @@ class FederatedDataModule(ForwardingDataModule):
         return DataLoader(batches, batch_size=None, collate_fn=read)
 
     def train_dataloader(self) -> Any:
-        """Return the groups of clients of every round in a federation, else the loader of a central run."""
+        """Return the clients of every round if training is federated, else the loader for central training."""
         if self._rounds is not None:
             return self._rounds
         if self.search_fraction or self.example_transforms:
@@ -192,26 +192,26 @@ class FederatedDataModule(ForwardingDataModule):
         return self.changed(self.source.train_dataloader())
 
     def train_in_rounds(self, rounds: Any) -> None:
-        """Make `train_dataloader` return the clients of every round; None restores central training."""
+        """Train by federated rounds: `train_dataloader` then returns ``rounds``. None restores central training."""
         self._rounds = rounds
         if rounds is not None:
             self._trained_on = None
 
     @property
     def trains_in_rounds(self) -> bool:
-        """True if `train_dataloader` returns clients of rounds."""
+        """True if training is federated: `train_dataloader` returns rounds of clients, not batches."""
         return self._rounds is not None
 
     @property
     def train_indices(self) -> Tensor:
-        """Examples that a central run trains on, shape (M,)."""
+        """Indices of the examples that central training uses, shape (M,)."""
         if self.search_fraction or self.example_transforms:
             return torch.from_numpy(self.clients.indices).long()
         return self.training.indices
 
     @property
     def batch_size(self) -> int:
-        """Examples per local batch."""
+        """Number of examples per batch of a client's local training."""
         size = self._batch_size or self.training.option("batch_size")
         if size is None:
             raise ConfigurationError(
@@ -221,17 +221,17 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def full_batch(self) -> int:
-        """Number of examples in a full local batch, at most that of the largest client."""
+        """Number of examples in a full batch: `batch_size`, or fewer if even the largest client has fewer."""
         return max(1, min(self.batch_size, int(self.clients.num_examples.max(initial=1))))
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
-        """One label per example of the data set, shape (N,); the index of the 1 for one-hot rows."""
+        """Label of every training example, shape (N,); one-hot rows become class numbers."""
         return as_labels(read_column(self.train_dataset, self.label_column))
 
     @cached_property
     def _classes(self) -> npt.NDArray[Any]:
-        """Labels by which examples are partitioned, shape (N,); with ``bins``, the bin of each label."""
+        """Labels by which examples are divided among clients, shape (N,); with ``bins``, each label's quantile bin."""
         return self.labels if self.bins is None else quantile_bins(self.labels, self.bins)
 
     @cached_property
@@ -254,7 +254,7 @@ class FederatedDataModule(ForwardingDataModule):
     summed_by: Callable[..., Iterator[Any]] | None = None
 
     def join_as(self, places: Mapping[int, int], num_clients: int) -> None:
-        """Become part of a larger federation: renumber the clients; the other clients have no examples here.
+        """Renumber this site's clients as clients of a larger federation, whose other clients have no examples here.
 
         Args:
             places: number of the local client, by number of the federation's client.
@@ -269,12 +269,12 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def clients(self) -> FlatShards:
-        """Training examples of each client; in a search over architectures, those for the weights."""
+        """Indices of each client's training examples; in an architecture search, only those that train the weights."""
         return self._roles.train
 
     @cached_property
     def update_weights(self) -> Integers:
-        """Weight of each client's updates in aggregation, shape (num_clients,); 0 only without examples."""
+        """Weight of each client's update in the server's mean, shape (num_clients,); 0 only for clients without examples."""
         column = self.update_weight
         if column is None:
             return self.clients.num_examples
@@ -283,18 +283,18 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def _weights_hash(self) -> str | None:
-        """Hash of `update_weights`; None if these are numbers of examples."""
+        """Hash of `update_weights`; None if each client's weight is its number of examples."""
         if self.update_weight is None:
             return None
         return blake2b(self.update_weights.tobytes(), digest_size=16).hexdigest()
 
     def held_out(self, stage: str) -> FlatShards:
-        """Held-out examples of each client for ``validation`` or ``test``; empty shards if there are none."""
+        """Return each client's held-out examples for ``validation`` or ``test``; empty if nothing is held out."""
         return self._roles.test if stage == "test" else self._roles.validation
 
     @property
     def leakage(self) -> str | None:
-        """Reason to suspect that the model was trained on held-out examples; None without one."""
+        """Text that says why the model may have been trained on held-out examples; None without such a reason."""
         if self._trained_on is None or self._trained_on == self.fingerprint:
             return None
         return (
@@ -309,7 +309,7 @@ class FederatedDataModule(ForwardingDataModule):
         return partition_fingerprint(self.clients)
 
     def summary(self) -> PartitionSummary:
-        """Return sizes and classes of every client's training examples.
+        """Return how many training examples, and of which classes, every client has.
 
         With more than 10,000 clients, classes are counted for 10,000 of them, evenly spaced. No classes
         are counted if labels are missing, vectors, or real numbers without ``bins``.
@@ -322,7 +322,7 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def train_batch(self) -> Read:
-        """Function from indices, shape (B,), to a training batch."""
+        """Function from example indices, shape (B,), to a training batch with all transforms."""
         read = self._reader(self._read(augmented=True))
         if self._poison is not None:
             read = changed_reader(read, *self._poison, "attackers.poison")
@@ -333,12 +333,12 @@ class FederatedDataModule(ForwardingDataModule):
 
     @cached_property
     def _owners(self) -> Tensor:
-        """Client that owns each example, shape (N,); -1 if none does."""
+        """Number of the client that owns each example, shape (N,); -1 for examples without a client."""
         roles = self._roles
         return owners_of((roles.learning, roles.validation, roles.test), len(self.training))
 
     def _read(self, *, augmented: bool) -> Read:
-        """Return a function from indices, shape (B,), to a batch before `transforms`."""
+        """Return a function from example indices, shape (B,), to a batch to which `transforms` are not yet applied."""
         read = self.training.reader(augmented=augmented)
         if not self.example_transforms:
             return read
@@ -354,7 +354,7 @@ class FederatedDataModule(ForwardingDataModule):
         return (lambda indices: on_inputs(transforms, read(indices))) if transforms else read
 
     def poison(self, clients: Sequence[int], poison: Poison | None, seed: int = 0) -> None:
-        """Poison the training examples of some clients, or undo it.
+        """Make the given clients attackers with poisoned training examples, or undo this.
 
         Args:
             clients: the attackers.
@@ -376,22 +376,22 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def reads_by_index(self) -> bool:
-        """True if a batch is a selection of rows in memory, equal at every reading."""
+        """True if batches are rows of tensors in memory, so that equal indices always give equal batches."""
         return self.training.reads_rows and not self.example_transforms
 
     def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
-        """Yield (batch, size) over a client's held-out examples, without augmentation if possible."""
+        """Yield a client's held-out examples as pairs (batch, number of examples), without augmentation if possible."""
         for indices in self.held_out(stage)[client].split(self.batch_size):
             if len(indices):
                 yield self.evaluation_batch(indices), len(indices)
 
     @cached_property
     def evaluation_batch(self) -> Read:
-        """Function from indices, shape (B,), to a batch, without augmentation if possible."""
+        """Function from example indices, shape (B,), to a batch for evaluation, without augmentation if possible."""
         return self._reader(self._read(augmented=False))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return hashes of what must not change when a run is resumed, and the source's state."""
+        """Return the source's state, and hashes of the partition and update weights, which a resumed run must keep."""
         is_central = self._trained_on == _CENTRAL
         return {
             "partition": _CENTRAL if is_central else self.fingerprint,

@@ -25,7 +25,7 @@ _HOOKS = (
 
 
 class ForwardingDataModule(LightningDataModule):
-    """Base of data modules that forward attributes, hyperparameters, hooks and loaders of a source.
+    """Base of data modules that wrap another one, the source, and pass on its attributes, hooks and loaders.
 
     Attributes that this data module lacks, e.g. ``num_classes``, are the source's. Hyperparameters are
     logged and saved as if the source were used alone.
@@ -60,7 +60,7 @@ class ForwardingDataModule(LightningDataModule):
                 setattr(self, name, partial(self._shown, method) if name in _LOADERS else method)
 
     def changed(self, loaders: Any) -> Any:
-        """Wrap the source's loader or loaders, e.g. to transform batches; returned unchanged by default."""
+        """Return the source's loaders, which a subclass may wrap, e.g. to transform batches; by default unchanged."""
         return loaders
 
     def _shown(self, method: Callable[[], Any]) -> Any:
@@ -89,21 +89,21 @@ class ForwardingDataModule(LightningDataModule):
 
     @property
     def hparams(self) -> Any:
-        """The source's hyperparameters."""
+        """Hyperparameters of the wrapped data module (the source)."""
         return self.source.hparams
 
     @property
     def hparams_initial(self) -> Any:
-        """The source's hyperparameters when they were saved first."""
+        """Hyperparameters of the wrapped data module (the source), as it first saved them."""
         return self.source.hparams_initial
 
     def prepare_data(self) -> None:
-        """Download or check the source's files."""
+        """Prepare the wrapped data module (the source), e.g. download its files."""
         self.source.trainer = self.trainer
         self.source.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Set up the source.
+        """Set up the wrapped data module (the source).
 
         Raises:
             ConfigurationError: if there is no data set to validate or test on.
@@ -125,12 +125,12 @@ class ForwardingDataModule(LightningDataModule):
         self._is_set_up = self._is_set_up or stage == "fit"
 
     def teardown(self, stage: str) -> None:
-        """Tear down the source."""
+        """Tear down the wrapped data module (the source)."""
         self.source.teardown(stage)
 
     @cached_property
     def training(self) -> TrainingSet:
-        """The data set of the source's training loader."""
+        """Training data set of the source, which knows the examples that the source's loader draws."""
         if not self._is_set_up:  # not twice, because a source may split at random
             self.setup("fit")
         loader, name = self.source.train_dataloader(), type(self.source).__name__
@@ -139,12 +139,12 @@ class ForwardingDataModule(LightningDataModule):
 
     @property
     def train_dataset(self) -> Dataset[Any]:
-        """The source's training data set, whose examples are divided among the clients."""
+        """Training data set of the wrapped data module, whose examples are divided among the clients."""
         return self.training.dataset
 
     @property
     def drop_last(self) -> bool:
-        """True if the source's loader drops a smaller last batch; clients then drop theirs as well.
+        """True if the source's loader drops a smaller last batch; each client's local training then does as well.
 
         A client with less than one batch keeps its only batch, because otherwise it would not train.
         """
@@ -152,5 +152,5 @@ class ForwardingDataModule(LightningDataModule):
 
     @property
     def draw_weights(self) -> Tensor | None:
-        """Weights of all examples in draws with replacement, shape (N,); None if a pass draws each once."""
+        """Sampling weight of every example if a pass draws with replacement, shape (N,); None if it draws each once."""
         return self.training.drawn.weights

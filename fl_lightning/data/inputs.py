@@ -34,7 +34,7 @@ class InputTransform(Protocol):
     """A transform of inputs, which may be fitted to all clients' inputs first."""
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
-        """Return a function from inputs to inputs, each with the batch as first dimension.
+        """Fit the transform to all clients' inputs, and return it as a function of a batch of inputs.
 
         Args:
             clients: returns an iterator over all clients' training inputs, to which the preceding
@@ -63,7 +63,7 @@ class Reshape:
             )
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
-        """Return the function that reshapes."""
+        """Return the function that reshapes a batch of inputs; nothing is fitted."""
         return self._reshaped
 
     def _reshaped(self, inputs: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Reshape:
 
 @dataclass(frozen=True)
 class Normalize:
-    """Shifts and scales inputs by given numbers.
+    """Normalises inputs by given means and standard deviations: (inputs - mean) / std.
 
     Args:
         mean: one number per feature if inputs are vectors, else per channel; or one for all.
@@ -102,13 +102,13 @@ class Normalize:
             )
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
-        """Return the function that normalises."""
+        """Return the function that normalises a batch of inputs by the given numbers; nothing is fitted."""
         return _scaler(torch.tensor(self.mean), torch.tensor(self.std))
 
 
 @dataclass(frozen=True)
 class FederatedNormalize(Ranged):
-    """Shifts and scales inputs by mean and standard deviation of all clients' training inputs.
+    """Normalises inputs by the mean and standard deviation of all clients' training inputs.
 
     Statistics are per feature if inputs are vectors, else per channel (the first dimension of an
     example). Rejected under differential privacy, because every client's inputs affect all others'.
@@ -127,7 +127,7 @@ class FederatedNormalize(Ranged):
     eps: float = 1e-8
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
-        """Return the function that normalises."""
+        """Compute mean and variance over all clients' inputs; return the function that normalises a batch by them."""
         mean, variance = mean_and_variance(clients())
         return _scaler(mean.float(), (variance + self.eps).sqrt().float())
 
@@ -138,7 +138,7 @@ class FederatedNormalize(Ranged):
 
 
 def mean_and_variance(clients: InputsOfClients) -> tuple[Tensor, Tensor]:
-    """Mean and variance over all clients' inputs, per feature or channel, in float64.
+    """Return mean and variance of all clients' inputs, per feature or channel, in float64.
 
     Raises:
         ConfigurationError: if there are no inputs.
@@ -174,7 +174,7 @@ def _scaler(mean: Tensor, std: Tensor) -> Transform:
 
 
 def on_inputs(transforms: Sequence[Transform], batch: Any) -> Any:
-    """Apply transforms, in order, to the inputs of a batch.
+    """Apply transforms, in order, to a batch's inputs; its labels are unchanged.
 
     Raises:
         ConfigurationError: if a batch is neither a tensor nor a tuple or list that begins with one.
@@ -199,7 +199,7 @@ def on_inputs(transforms: Sequence[Transform], batch: Any) -> Any:
 def fit_transforms(
     transforms: Sequence[InputTransform], clients: Iterable[Tensor], read: Callable[[Tensor], Any]
 ) -> list[Transform]:
-    """Fit transforms in order, each to the outputs of the preceding ones.
+    """Fit input transforms one after another, each to inputs already changed by the earlier transforms.
 
     Args:
         transforms: the transforms, in order.
@@ -221,7 +221,7 @@ def fit_transforms(
 
 
 def with_transforms(loaders: Any, transforms: Callable[[], Sequence[Transform]]) -> Any:
-    """Return a loader, or a list of loaders, that apply transforms to the inputs of batches.
+    """Return copies of one or several DataLoaders that apply transforms to the inputs of every batch.
 
     Raises:
         ConfigurationError: if a loader is no `DataLoader`.

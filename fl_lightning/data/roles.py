@@ -37,12 +37,12 @@ _MOST_HELD_OUT = 0.9
 
 @dataclass(frozen=True)
 class Roles:
-    """Examples of every client by role; a role's shards are empty if nothing is held out for it.
+    """Every client's examples, divided by use: training, architecture search, validation and test.
 
     Attributes:
         train: training examples; in a search over architectures, those for the weights.
-        search: examples for the architecture's choices.
-        learning: train and search together, in their order before the split.
+        search: examples that train the architecture's choices in a search; empty otherwise.
+        learning: training and search examples together, in their order before the split.
         validation: examples for validation.
         test: examples for the test.
 
@@ -62,7 +62,7 @@ class Roles:
     def of(
         cls, shards: FlatShards, *, validation: float, test: float, search: float = 0.0, seed: int
     ) -> Self:
-        """Hold out parts of every client's examples.
+        """Split every client's examples at random into parts for training, search, validation and test.
 
         Args:
             shards: all examples of each client.
@@ -81,7 +81,7 @@ class Roles:
         return cls(train, searched, learning, validated, tested)
 
     def placed(self, places: Mapping[int, int], num_clients: int) -> Self:
-        """Return the examples of a larger federation, in which other clients have none.
+        """Renumber the clients as clients of a larger federation, whose other clients get no examples.
 
         Args:
             places: number of the local client, by number of the federation's client.
@@ -114,7 +114,7 @@ class Roles:
 
 
 def check_fractions(validation: float, test: float, search: float = 0.0) -> None:
-    """Raise ConfigurationError if a held-out share is out of range."""
+    """Raise ConfigurationError if the share of examples for validation, test or search is out of range."""
     if not 0 <= search <= 0.5:
         raise ConfigurationError(
             f"search_fraction must be 0 or in (0, 0.5], got {search}: it is the share of a client's "
@@ -131,7 +131,7 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
 
 
 def check_drawn_once(training: TrainingSet) -> None:
-    """Raise ConfigurationError if clients hold out examples and the sampler draws examples more than once."""
+    """Raise ConfigurationError if the source's sampler repeats examples, so that clients cannot hold any out."""
     drawn = training.drawn.indices
     if drawn is not None and len(drawn.unique()) < len(drawn):
         raise ConfigurationError(
@@ -142,11 +142,11 @@ def check_drawn_once(training: TrainingSet) -> None:
 
 
 def partners(training: FlatShards, search: FlatShards) -> Tensor:
-    """Partner of each training example in the search half, by index; -1 for examples without a partner.
+    """Pair each training example with a search example of its client; return partners by index, -1 for none.
 
     Args:
-        training: first half of each client's examples, for the weights.
-        search: second half of each client's examples, no larger than the first.
+        training: examples of each client that train the weights.
+        search: examples of each client that train the architecture; no more than the others.
 
     Raises:
         ConfigurationError: if a client has examples in one half only, or an example belongs to several
@@ -184,7 +184,7 @@ def divide(
     classes: Callable[[], npt.NDArray[Any]],
     seed: int,
 ) -> FlatShards:
-    """Divide the examples that the training loader draws among the clients.
+    """Divide among the clients, by a partition, the examples that the training loader draws.
 
     Args:
         training: the training data set, of which all examples or some are drawn.
@@ -228,7 +228,7 @@ def divide(
 def _column(
     dataset: Dataset[Any], partition: Partition, classes: Callable[[], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
-    """Values that a partition reads, one per example of the data set."""
+    """Return the values by which a partition divides examples, e.g. labels or owners, one per example."""
     if (owners := getattr(partition, "attribute", None)) is not None:
         return read_column(dataset, owners, "partition.attribute")
     if not getattr(partition, "uses_labels", True):

@@ -25,7 +25,7 @@ BLOCK = 2**16  # indices per block, in operations that need temporary memory per
 
 
 class FlatShards(Sequence[Tensor]):
-    """Examples of each client, concatenated in a single array; reads like a list of index tensors.
+    """Indices of every client's examples in one array; behaves like a list with one index tensor per client.
 
     It needs 4 bytes per index, 8 if one is beyond 2**31, and 16 bytes per client.
 
@@ -68,7 +68,7 @@ class FlatShards(Sequence[Tensor]):
 
     @staticmethod
     def of(shards: Sequence[Any]) -> FlatShards:
-        """Convert a sequence of index arrays; `FlatShards` are returned unchanged.
+        """Convert a list with one index array per client; `FlatShards` are returned unchanged.
 
         Raises:
             ConfigurationError: if an array does not have whole numbers.
@@ -110,7 +110,7 @@ class FlatShards(Sequence[Tensor]):
         return torch.from_numpy(own.astype(np.int64, copy=False))
 
     def take(self, clients: Sequence[int] | Integers) -> tuple[Tensor, Integers]:
-        """Return the concatenated indices of several clients, and the number of indices of each client.
+        """Return the concatenated example indices of several clients, and how many each client has.
 
         This is several times as fast as a loop over the clients.
 
@@ -163,7 +163,7 @@ its updates would count for nothing: leave its examples out of the data
         return f"<{len(self)} shards of {len(self.indices)} examples>"
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges (first client, client after the last) of about `BLOCK` indices each.
+        """Yield ranges of clients, as (first, last + 1), that have about `BLOCK` examples together.
 
         Example:
             >>> list(FlatShards(np.zeros(3 * BLOCK, int), np.full(3, BLOCK)).blocks())
@@ -175,7 +175,7 @@ its updates would count for nothing: leave its examples out of the data
     def hold_out(
         self, fraction: float, generator: np.random.Generator, *, at_most_half: bool = False
     ) -> tuple[FlatShards, FlatShards]:
-        """Split every shard at random into kept and held-out examples, and return both parts.
+        """Split every client's examples at random, and return the kept and the held-out part.
 
         ``fraction`` of each client's examples, rounded, is held out. If a client has at least two
         examples, both parts have at least one. With ``at_most_half``, the held-out part is never larger.
@@ -215,7 +215,7 @@ def local_order(
     drop_last: bool = False,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Indices of the examples of a client's local training, in order, and the sizes of its batches.
+    """Return the indices of a client's examples in the order of its local training, and the sizes of its batches.
 
     Every epoch is a new permutation of the shard, or with ``weights`` as many independent draws from the
     shard; the last batch of an epoch may be smaller. ``num_batches`` may span several epochs. A shard that
@@ -268,7 +268,7 @@ def local_work(
     num_epochs: int | None = None,
     num_steps: int | None = None,
 ) -> Integers:
-    """Number of local batches of every client, given epochs or steps.
+    """Return how many batches each client trains on in a round, given its number of epochs or of steps.
 
     Example:
         >>> local_work(np.array([7, 8]), 4, drop_last=True, num_epochs=3).tolist()
@@ -283,7 +283,7 @@ def local_work(
 
 
 def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) -> Integers:
-    """Number of batches of every client, given its local steps of several batches each.
+    """Return how many batches each client needs for its local steps, each of which accumulates several batches.
 
     The last step of an epoch may have fewer batches.
 
@@ -299,7 +299,7 @@ def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) 
 def poisson_batches(
     shard: Tensor, batch_size: int, num_steps: int, words: Callable[[int], Words]
 ) -> tuple[Tensor, list[int]]:
-    """Sample the examples of a client's local steps by Poisson sampling; return them and the steps' sizes.
+    """Sample a client's examples for every local step by Poisson sampling; return all indices and each step's size.
 
     P(example in step) = q = min(1, B / n), independently of all other examples and steps. The accounting
     of DP-SGD assumes this sampling (Abadi et al. 2016, 1607.00133, Section 3.1), and not a pass over a

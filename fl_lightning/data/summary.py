@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def partition_fingerprint(shards: Sequence[Any]) -> str:
-    """Hash of all clients' examples and their order.
+    """Return a hash of a partition, i.e. of every client's example indices and their order.
 
     Example:
         >>> one = partition_fingerprint([np.array([0, 1]), np.array([2])])
@@ -40,7 +40,7 @@ def partition_fingerprint(shards: Sequence[Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PartitionSummary:
-    """Numbers of examples of each client, by class; created by `PartitionSummary.of`.
+    """Counts of each client's examples, by class; created by `PartitionSummary.of`.
 
     Attributes:
         counts: number of examples of each class at each counted client, (num_counted, num_classes);
@@ -71,7 +71,7 @@ class PartitionSummary:
         *,
         max_clients: int | None = None,
     ) -> PartitionSummary:
-        """Count the examples of each class at each client.
+        """Count each client's examples, by class.
 
         Args:
             shards: positions in ``labels`` per client.
@@ -99,18 +99,18 @@ class PartitionSummary:
 
     @property
     def classes_per_client(self) -> np.ndarray:
-        """Number of distinct classes of each counted client, shape (num_counted,)."""
+        """Number of distinct classes per client, shape (num_counted,), for clients whose classes were counted."""
         return np.asarray((self.counts > 0).sum(axis=1))
 
     @property
     def label_entropy(self) -> np.ndarray:
-        """Entropy of each counted client's labels in bits, in [0, log2(C)]; 0 if it has none."""
+        """Entropy in bits of each counted client's classes, in [0, log2(C)]; 0 for a client without examples."""
         share = self.counts / np.maximum(self.counts.sum(axis=1), 1)[:, None]
         logarithm = np.log2(share, out=np.zeros_like(share), where=share > 0)
         return np.asarray(np.abs((share * logarithm).sum(axis=1)))  # abs: no "-0.0"
 
     def as_line(self) -> str:
-        """Summarise the partition in one line.
+        """Summarise in one line how many examples and classes clients have.
 
         Example:
             >>> shards = [np.array([0, 1]), np.array([2, 3, 4])]
@@ -124,7 +124,7 @@ class PartitionSummary:
         return f"{line}; {_range(self.classes_per_client)} of {len(self.classes)} classes each"
 
     def as_text(self) -> str:
-        """Summarise the partition in a few lines."""
+        """Summarise in a few lines how many examples and classes clients have, and their label entropy."""
         rows = {
             "examples per client": (self.sizes, ".0f"),
             "classes per client": (self.classes_per_client, ".0f"),
@@ -142,7 +142,7 @@ class PartitionSummary:
         return "\n".join([*lines, f"  fingerprint           {self.fingerprint}"])
 
     def table(self) -> DataFrame:
-        """Return a table with one row per counted client, see `fl_lightning.partition_figure`."""
+        """Return a table of class counts, with one row per client whose classes were counted."""
         import pandas  # half a second to import
 
         table = pandas.DataFrame(self.counts, columns=[f"class_{name}" for name in self.classes])
@@ -153,7 +153,7 @@ class PartitionSummary:
         return table
 
     def save(self, path: str | Path) -> None:
-        """Write the table as a CSV file; missing folders are created."""
+        """Write the table of clients' class counts as a CSV file, and create missing folders."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self.table().to_csv(path, index=False, float_format="%.6f")
 

@@ -45,7 +45,7 @@ _SINGLE = SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 
 class Drawn(NamedTuple):
-    """Examples that one pass over a loader draws from its data set of N examples.
+    """Examples that one pass over a DataLoader draws from its N examples, and their sampling weights.
 
     Attributes:
         indices: indices of the examples, shape (M,); None for all.
@@ -58,7 +58,7 @@ class Drawn(NamedTuple):
 
 
 class TrainingSet:
-    """Data set of a training loader: which examples a pass draws, and batches by index.
+    """A training loader's data set, which reads batches by index and knows which examples a pass draws.
 
     Args:
         loader: a `DataLoader` over a map-style data set.
@@ -88,14 +88,14 @@ class TrainingSet:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def option(self, name: str) -> Any:
-        """Return an option of the loader, e.g. ``batch_size``, or None if it has none."""
+        """Return an option of the DataLoader or of its sampler, e.g. ``batch_size``; None if it is not set."""
         # a loader with a batch sampler, or one over whole batches, has the option there
         places = (self._loader, self._loader.batch_sampler, self._loader.sampler)
         return next((value for place in places if (value := getattr(place, name, None))), None)
 
     @cached_property
     def drawn(self) -> Drawn:
-        """The examples that a pass draws.
+        """Examples that one pass over the training loader draws, and their sampling weights.
 
         Raises:
             ConfigurationError: if clients cannot reproduce the sampler.
@@ -104,19 +104,19 @@ class TrainingSet:
 
     @property
     def indices(self) -> Tensor:
-        """Indices of the examples that a pass draws, shape (M,)."""
+        """Indices of the examples that one pass over the training loader draws, shape (M,)."""
         drawn = self.drawn.indices
         return torch.arange(len(self)) if drawn is None else drawn
 
     @property
     def has_own_collate(self) -> bool:
-        """True if the loader's collate function is the user's own."""
+        """True if the loader has a collate function of the user's, not PyTorch's default."""
         collate = self._loader.collate_fn
         return collate is not default_collate and not _gathers(self.dataset, collate)
 
     @property
     def reads_rows(self) -> bool:
-        """True if a batch is a selection of rows in memory, equal at every reading.
+        """True if batches are rows of tensors in memory, so that equal indices always give equal batches.
 
         This holds for tensor data sets, and for data sets with ``gather`` and a true ``is_deterministic``.
         """
@@ -128,7 +128,7 @@ class TrainingSet:
         return type(dataset) is TensorDataset and self._loader.collate_fn is default_collate
 
     def pooled(self, examples: Tensor, batch_size: int, read: Read) -> DataLoader[Any]:
-        """Return a loader over the examples of all clients, with a sampler like that of the source's loader.
+        """Return a DataLoader for central training on given examples, with a sampler like the source's.
 
         Args:
             examples: indices of the examples, shape (M,).
@@ -147,7 +147,7 @@ class TrainingSet:
         )
 
     def reader(self, *, augmented: bool = False) -> Read:
-        """Return a function from indices, shape (B,), to a batch of the loader.
+        """Return a function from example indices, shape (B,), to a batch as the training loader makes it.
 
         Args:
             augmented: whether examples are augmented; if not, the batches are those of the data set that
@@ -160,7 +160,7 @@ class TrainingSet:
 
 
 def check_loader(loader: Any, method: str) -> None:
-    """Raise ConfigurationError if the examples of a loader, returned by a method, cannot be divided by index."""
+    """Raise ConfigurationError if a training loader's examples cannot be divided among clients by index."""
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) and not isinstance(loader, Dataset):
         raise ConfigurationError(
             f"{method} must return one DataLoader over a map-style data set, got several "
@@ -204,7 +204,7 @@ def batch_reader(
     *,
     at_once: bool = False,
 ) -> Read:
-    """Return a function from indices, shape (B,), to a batch of a map-style data set.
+    """Return a function from example indices, shape (B,), to a batch of a map-style data set.
 
     The batch equals that of a DataLoader without workers. A tensor data set (also on an accelerator) or a
     data set with a ``gather`` method is indexed once per batch, unless the collate function is the user's.
@@ -258,7 +258,7 @@ _WAY_OUT = "or set data.ignore_sampler to true, so that every client shuffles al
 
 
 def _drawn(loader: DataLoader[Any], source: str) -> Drawn:
-    """Return the examples that a loader's sampler, or that of its batch sampler, draws."""
+    """Return the examples that a loader's sampler draws; raise if clients cannot reproduce this sampler."""
     count = len(loader.dataset)  # type: ignore[arg-type]
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if not isinstance(sampler, BatchSampler) or not _iterates_as(sampler, BatchSampler):
@@ -306,9 +306,9 @@ def _by_weight(sampler: WeightedRandomSampler, count: int, source: str) -> Drawn
 def _check_length(sampler: Any, usual: set[int], source: str) -> None:
     if sampler.num_samples not in usual:
         raise ConfigurationError(
-            f"{source}.train_dataloader(): its {type(sampler).__name__} draws {sampler.num_samples} of "
-            f"{max(usual)} examples per pass, but a client draws as many examples as it has: leave "
-            "num_samples at the number of examples, and set how much clients train by "
+            f"{source}.train_dataloader(): its {type(sampler).__name__} has num_samples="
+            f"{sampler.num_samples} for {max(usual)} examples, but a client's sampler draws as many examples as the "
+            "client has: set num_samples to the number of examples, and the amount of training by "
             f"federation.local_steps or local_epochs; {_WAY_OUT}"
         )
 

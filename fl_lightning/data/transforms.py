@@ -99,7 +99,7 @@ horizontal_flip=False, image_size=8)
         return self.resize(self.normalize(self.augment(images)))
 
     def augment(self, images: Tensor) -> Tensor:
-        """Crop and flip each image at random, uint8 of the same shape."""
+        """Crop and flip each image at random; images keep their shape and the type uint8."""
         num_images = len(images)
         if self.crop_padding:
             offsets = torch.randint(0, 2 * self.crop_padding + 1, (2, num_images))
@@ -110,7 +110,7 @@ horizontal_flip=False, image_size=8)
         return images
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Return ``(images / 255 - mean) / std`` in float32."""
+        """Normalise uint8 images: return ``(images / 255 - mean) / std`` in float32."""
         there = (sent(torch.tensor(each), images.device) for each in (self.mean, self.std))
         mean, std = (each.view(-1, 1, 1) for each in there)
         return images.to(torch.float32).div_(255).sub_(mean).div_(std)
@@ -124,7 +124,7 @@ horizontal_flip=False, image_size=8)
 
 
 def pad(images: Tensor, padding: int, mode: PaddingMode) -> Tensor:
-    """Pad images to shape (B, C, H + 2 padding, W + 2 padding), of any dtype.
+    """Pad images of any dtype on all sides, to shape (B, C, H + 2 padding, W + 2 padding).
 
     With ``reflect``, an image must be larger than its padding.
 
@@ -149,7 +149,7 @@ def crop(
     padding: int,
     mode: PaddingMode = "constant",
 ) -> Tensor:
-    """Crop each padded image to a window of the original size.
+    """Pad each image, and crop it to a window of its original size at a given position.
 
     All possible windows are a view of the padded images; one indexing operation copies one per image.
 

@@ -43,7 +43,7 @@ from fl_lightning.reports.screen import in_blocks, markdown
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of ``fl-lightning compare`` to its parser."""
     parser.add_argument("-c", "--config", action="config", help="The experiment's YAML file.")
     parser.add_class_arguments(Experiment, None)
     parser.add_argument(
@@ -65,7 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def compare(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> None:
-    """Run the command, with ``options`` added to every run; end the process with code 1 if a run failed.
+    """Run ``fl-lightning compare``, with ``options`` added to every run; exit with code 1 if a run failed.
 
     Raises:
         ConfigurationError: before any run starts, if an option or a configuration is refused.
@@ -113,7 +113,7 @@ def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -
 
 
 def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[PlannedRun]:
-    """Return the runs of the named variants, and the runs from whose checkpoints they start."""
+    """Return the runs of the variants in ``names``, and the runs from whose checkpoints these start."""
     if names is None:
         return list(runs)
     known = list(dict.fromkeys(run.variant.name for run in runs if run.variant.name != BEFORE))
@@ -154,7 +154,7 @@ REPORT, FIGURES, LATEX = "report.html", "figures", "results.tex"
 
 
 def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunResult]) -> None:
-    """Write the page ``report.html``, its ``figures/``, and the table ``results.tex``."""
+    """Write an experiment's results: the page ``report.html``, its ``figures/``, and the table ``results.tex``."""
     (out / LATEX).write_text(
         latex(results, experiment.report, goals(experiment)) + "\n", encoding="utf-8"
     )
@@ -185,7 +185,7 @@ def write_comparison(out: Path, experiment: Experiment, results: Sequence[RunRes
 
 
 def goals(experiment: Experiment) -> dict[str, str]:
-    """Return whether a high (``max``) or a low (``min``) value is good, by reported metric, if it is known.
+    """Return ``max`` or ``min`` for each reported metric for which it is known whether high or low values are good.
 
     Example:
         >>> goals(Experiment(variants={"a": {}}, report=["test/accuracy", "test/loss", "round/seconds"]))
@@ -207,7 +207,7 @@ def _cell(value: Any) -> str:
 
 
 def comparison_panels(results: Sequence[RunResult], experiment: Experiment) -> dict[str, Panel]:
-    """Return panels by title: curves of the metrics over rounds, then the final value of each reported metric."""
+    """Return the panels of the figure by title: metrics over rounds, then each reported metric's final value."""
     metrics = (experiment.monitor, *experiment.report)
     logged = [m for m in metrics if min(len(r.curves.get(m, ())) for r in results) > 0]
     logged = [m for m in logged if max(len(r.curves[m]) for r in results) > 1]
@@ -221,7 +221,7 @@ def comparison_panels(results: Sequence[RunResult], experiment: Experiment) -> d
 
 
 def caption(results: Sequence[RunResult], experiment: Experiment) -> str:
-    """Return the caption of the figures, which explains curves, bands and whiskers."""
+    """Return the caption of the figures, which explains their curves, bands and whiskers."""
     seeds = len({result.seed for result in results})
     if experiment.over is not None:
         return "Bars are means over seeds. Each seed has its own curve, because its times differ."

@@ -47,7 +47,7 @@ Difference: TypeAlias = dict
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of an experiment: a configuration that is compared, and a row in the table of results.
+    """One of the configurations that an experiment compares; a row in its table of results.
 
     Attributes:
         name: name in the table.
@@ -61,7 +61,7 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        """Name of the variant's folder.
+        """Name of the folder for this variant's runs: the variant's name, with ``_`` for special characters.
 
         Example:
             >>> Variant("sign flip / Krum", ()).folder
@@ -72,7 +72,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Variants of one configuration, the seeds to run them with, and the metrics to report.
+    """A comparison of variants of one configuration: the variants, their seeds, and the metrics to report.
 
     Args:
         configs: files of the configuration that all runs share, layered; paths are relative to the
@@ -141,18 +141,18 @@ class Experiment:
 
     @property
     def all_seeds(self) -> list[int]:
-        """Seeds of the runs of each variant."""
+        """Seeds with which every variant of the experiment is run."""
         return read_seeds(self.seeds)
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Names of the values on each axis of the grid, by name of the axis; empty without a grid."""
+        """Axes of the experiment's grid: name of the axis to names of its values; empty without a grid."""
         # YAML reads a name like 0.1 as a number
         return {axis: [str(name) for name in values] for axis, values in (self.grid or {}).items()}
 
     @property
     def all_variants(self) -> list[Variant]:
-        """All variants, in the order of the file; the last axis of a grid varies fastest."""
+        """All variants to compare, in the order of the experiment's file; a grid's last axis varies fastest."""
         if self.variants:
             return [Variant(str(name), (diff or {},)) for name, diff in self.variants.items()]
         if not self.grid:
@@ -217,12 +217,12 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run in messages."""
+        """Name of the run in messages: its variant and seed."""
         return f"{self.variant.name}, seed {self.seed}"
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything on which the run depends: configuration, seed and the run before."""
+        """SHA-256 of what the run depends on: its configuration, its seed, and the run whose checkpoint it starts from."""
         before = self.before.fingerprint if self.before else ""
         text = f"{self.configuration}\n{self.seed}\n{before}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -231,7 +231,7 @@ class PlannedRun:
 def plan_runs(
     experiment: Experiment, *, out: Path, options: Sequence[str], resolve: Resolve
 ) -> list[PlannedRun]:
-    """Return the runs of an experiment: first runs ahead, then the variants, seed by seed.
+    """Return an experiment's runs: those from whose checkpoints others start, then all variants, seed by seed.
 
     The ``options``, words of every run's command line, override the experiment's file.
 
@@ -288,7 +288,7 @@ def resolved(
     options: Sequence[str],
     resolve: Resolve,
 ) -> str:
-    """Return the complete configuration, as YAML, of files that are overridden by further layers."""
+    """Override configuration files by further layers of options, and return the complete configuration as YAML."""
     with TemporaryDirectory() as folder:
         paths = [*map(str, files)]
         for number, layer in enumerate(filter(None, layers)):
@@ -308,7 +308,7 @@ _NAME = {"WandbLogger": "name", "MLFlowLogger": "run_name", "CometLogger": "name
 
 
 def run_loggers(run: PlannedRun) -> list[dict[str, Any]]:
-    """Return the loggers of a run, as mappings with ``class_path`` and ``init_args``.
+    """Return the configurations of a run's loggers, as mappings with ``class_path`` and ``init_args``.
 
     The first is a TensorBoard logger in the run's folder, which replaces the user's. The user's other
     loggers follow; those with options for a name or a folder get the run's.
@@ -330,7 +330,7 @@ def _kind(logger: Mapping[str, Any]) -> str:
 
 
 def _placed(logger: Mapping[str, Any], run: PlannedRun, place: Mapping[str, str]) -> dict[str, Any]:
-    """Return one of the user's loggers with the name and folder of a run."""
+    """Return the configuration of a user's logger, with the name and folder of the given run."""
     kind, options = _kind(logger), dict(logger.get("init_args") or {})
     if kind == "CSVLogger":
         options |= place

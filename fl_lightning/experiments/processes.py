@@ -68,7 +68,7 @@ class ReportRounds(Callback):
         begin_round(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the value of the round, and stop the fit in all processes if `tell` returns False."""
+        """Report the metric's value in this round, and stop the fit in all processes if `tell` returns False."""
         logged = logged_in_round(trainer)
         if self.metric not in logged:
             known = trainer.callback_metrics
@@ -86,11 +86,11 @@ class ReportRounds(Callback):
             self.is_stopped = trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reported values."""
+        """Return the values of the metric reported so far, by round."""
         return {"values": dict(self.values)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
+        """Restore the values of the metric that earlier rounds reported."""
         self.values = dict(state_dict["values"])
 
 
@@ -100,7 +100,7 @@ Cause = Literal["setting", "training", "crash"]
 
 
 class Ended(NamedTuple):
-    """Message from a worker process to the command: its run has ended.
+    """Message from a worker process to the main process: the worker's run has ended.
 
     Attributes:
         failure: error message; None if the run has finished.
@@ -115,9 +115,9 @@ class Ended(NamedTuple):
 def _train(
     run: PlannedRun, metric: str | None, connection: Connection, fit: Fit, folder: str
 ) -> None:
-    """Train one run in a worker process, unless it is finished, and send an `Ended` to the command.
+    """Train one run in a worker process, unless it is finished; then send the main process an `Ended`.
 
-    With a metric, its values by round are sent after every round, and the command answers whether to continue.
+    With a metric, its values by round are sent after every round, and the main process answers whether to continue.
     """
     end_with_parent()
     os.chdir(folder)
@@ -161,7 +161,7 @@ def _failed(error: Exception) -> Ended:
 
 
 def _goes_on(connection: Connection, values: dict[int, float]) -> bool:
-    """Send values to the command, and return whether to continue; False also if the command has ended."""
+    """Send the metric's values to the main process, and return whether it wants the run to continue; False if it has ended."""
     try:
         connection.send(values)
         return bool(connection.recv())
@@ -170,7 +170,7 @@ def _goes_on(connection: Connection, values: dict[int, float]) -> bool:
 
 
 def _redirect(path: Path) -> None:
-    """Redirect standard output and standard error to a file."""
+    """Redirect this process's standard output and standard error to a file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -186,7 +186,7 @@ _IMPORTED = (
 
 
 def prepare_processes(fit: Fit) -> Any:
-    """Return the multiprocessing context of the workers, and start the imports of its server process."""
+    """Return the multiprocessing context for worker processes, and let its fork server import slow modules."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
@@ -200,7 +200,7 @@ def prepare_processes(fit: Fit) -> Any:
 
 @dataclass(frozen=True)
 class Running:
-    """A run in progress: its process, the connection to the process, and its start by the monotonic clock."""
+    """A run in progress: its worker process, the connection to this process, and its start by the monotonic clock."""
 
     run: PlannedRun
     process: BaseProcess
@@ -235,7 +235,7 @@ class RunPool:
         self._screen.close()
 
     def start(self, run: PlannedRun) -> None:
-        """Train a run in a new process."""
+        """Start a new process that trains a run."""
         own, other = self._context.Pipe()
         arguments = (run, self._metric, other, self._fit, os.getcwd())
         process = self._context.Process(target=_train, args=arguments)
@@ -244,7 +244,7 @@ class RunPool:
         self.running.append(Running(run, process, own))
 
     def messages(self, seconds: float | None = None) -> Iterator[tuple[Running, Any]]:
-        """Wait for messages of workers, at most some seconds, and yield them.
+        """Wait at most ``seconds`` for messages of worker processes, and yield pairs of run and message.
 
         A message is a mapping from rounds to values of the metric, or `Ended`.
         """

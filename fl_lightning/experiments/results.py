@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a finished run.
+    """Curves, final metrics and costs of a finished run.
 
     Attributes:
         variant: variant of the run.
@@ -41,12 +41,12 @@ class RunResult:
 
     @property
     def place(self) -> dict[str, Any]:
-        """First cells of the run's row in a table: variant, coordinates in the grid, seed."""
+        """First cells of the run's table row: its variant, its value on each axis of the grid, its seed."""
         return {"variant": self.variant.name, **self.variant.coordinates, "seed": self.seed}
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """Read the curves of all metrics in a run's folder: round to value, by name.
+    """Read a run's metrics from its folder, and return each metric's values by round.
 
     Rounds are counted from 1; a central run has epochs instead. A metric that is logged once, such as the
     test's, has one value, one round after the last. The curve ``epoch`` has a value for every round.
@@ -59,7 +59,7 @@ def curves(run: Path) -> dict[str, Curve]:
 
 
 def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
-    """Read the result of a finished run.
+    """Read a finished run's curves from its folder, and compute its values for the table of results.
 
     Raises:
         ConfigurationError: if the run has not logged a reported metric.
@@ -95,7 +95,7 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
 
 
 def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """Group results by the name of their variant, in the order of the first results."""
+    """Group the results of runs by the name of their variant, in the order of each variant's first result."""
     groups: dict[str, list[RunResult]] = {}
     for result in results:
         groups.setdefault(result.variant.name, []).append(result)
@@ -103,7 +103,7 @@ def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
 
 
 def runs_table(results: Sequence[RunResult]) -> DataFrame:
-    """Return a table with one row per run, of unrounded numbers."""
+    """Return a table with one row per run, with unrounded metrics and costs."""
     import pandas  # half a second to import
 
     return pandas.DataFrame([{**r.place, **r.columns} for r in results])
@@ -122,7 +122,7 @@ def curves_table(results: Sequence[RunResult]) -> DataFrame:
 
 
 def spreads(results: Sequence[RunResult]) -> tuple[DataFrame, DataFrame, Series]:
-    """Return means, standard deviations and numbers of runs over seeds, with one row per variant.
+    """Return each variant's means and standard deviations over its seeds, and its number of runs.
 
     A value is nan if a run of the variant lacks it; so is the standard deviation of a single run.
     """
@@ -134,7 +134,7 @@ def spreads(results: Sequence[RunResult]) -> tuple[DataFrame, DataFrame, Series]
 
 
 def results_cells(results: Sequence[RunResult]) -> DataFrame:
-    """Return the table of results as text, one row per variant: mean ± standard deviation over seeds.
+    """Return the table of results as text: mean ± standard deviation over seeds, with one row per variant.
 
     The last column is the number of runs. Bytes are totals over rounds and clients, seconds are per run.
     """
@@ -150,7 +150,7 @@ def results_cells(results: Sequence[RunResult]) -> DataFrame:
 def over_axes(
     results: Sequence[RunResult], values: Series, axes: Mapping[str, Sequence[str]]
 ) -> DataFrame:
-    """Arrange one value per variant as a matrix: the first axis of the grid down, the second across; else nan."""
+    """Arrange one value per variant in a matrix: rows are the grid's first axis, columns its second; missing values are nan."""
     import pandas
 
     (down, rows), (across, columns) = axes.items()
@@ -161,7 +161,7 @@ def over_axes(
 
 
 def head_and_rows(cells: DataFrame, corner: str = "variant") -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table; every row begins with its name."""
+    """Return a DataFrame's header and rows as lists; every row begins with its name in the index."""
     rows = [[str(name), *row] for name, row in zip(cells.index, cells.to_numpy(), strict=True)]
     return [corner, *map(str, cells.columns)], rows
 
@@ -210,7 +210,7 @@ def _latex_cell(mean: float, std: float, *, is_best: bool) -> str:
 
 
 def _cell(column: str, mean: float, std: float) -> str:
-    """Format a mean and its standard deviation, in the unit of the column.
+    """Format a table cell, mean ± standard deviation, in the unit of its column.
 
     Example:
         >>> _cell("test/accuracy", 0.51234, 0.01), _cell("bytes up", 2e6, 0)

@@ -58,7 +58,7 @@ def _last_checkpoint(run: PlannedRun) -> Path:
 
 
 def prepare(run: PlannedRun) -> list[str]:
-    """Write a run's files before it starts, and return its command line, which resumes an interrupted run."""
+    """Write a run's files before its start, and return its command line, which resumes it if it was interrupted."""
     resumed = state_of(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
     if not resumed:
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -145,7 +145,7 @@ class Watch:
 
 
 def last_round(run: PlannedRun) -> tuple[int, int, str] | None:
-    """Return the number of a run's last round, its number of rounds, and the text of a metric.
+    """Return, from a run's log, its last round, its total number of rounds, and the text of a metric.
 
     None before the first round.
     """

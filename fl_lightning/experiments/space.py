@@ -30,7 +30,7 @@ _MOST_GRID = 10_000  # numbers of one range: more is a mistake
 
 @dataclass(frozen=True)
 class Parameter:
-    """Range or choices of a searched option, with Optuna's distribution.
+    """The values that a search may give to an option: a range or choices, with Optuna's distribution.
 
     Attributes:
         distribution: Optuna's distribution, over the numbers of a range or the names of choices.
@@ -44,14 +44,14 @@ class Parameter:
 
     @property
     def ends(self) -> list[Any]:
-        """Values that are checked before the search: both ends of a range, or all choices."""
+        """Values of the option that are checked before the search: both ends of a range, or all choices."""
         own: Any = self.distribution
         if self.choices is not None:
             return [*self.choices.values()]
         return [*dict.fromkeys((own.low, own.high))]
 
     def grid(self, path: str) -> list[Any]:
-        """Return the values that a grid takes from this parameter; of choices, their names.
+        """Return the values of this option that a grid search tries; for choices, their names.
 
         Raises:
             ConfigurationError: if there are more than 10,000 values, or the range has neither step nor points.
@@ -80,7 +80,7 @@ class Parameter:
         return [own.low + number * own.step for number in range(count)]
 
     def key_of(self, value: Any) -> Any:
-        """Return Optuna's name of a value of the option; None if the value is outside the space."""
+        """Return the name under which Optuna stores an option's value; None if the value is outside the search space."""
         if self.choices is not None:
             return next((key for key, one in self.choices.items() if one == value), None)
         own: Any = self.distribution
@@ -90,12 +90,12 @@ class Parameter:
         return kind(value) if own.low <= value <= own.high and kind(value) == value else None
 
     def value_of(self, key: Any) -> Any:
-        """Return the value of the option that has this name in Optuna."""
+        """Return the option's value that Optuna stores under a name."""
         return key if self.choices is None else self.choices[key]
 
 
 def _spaced(numbers: Any, count: int) -> list[Any]:
-    """Return evenly spaced numbers from the low to the high end; on a log scale, with equal ratios."""
+    """Return ``count`` evenly spaced numbers of a range, ends included; with equal ratios on a log scale."""
     low, high = numbers.low, numbers.high
     if count == 1 or low == high:
         return [low]
@@ -107,7 +107,7 @@ def _spaced(numbers: Any, count: int) -> list[Any]:
 
 
 def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Convert a search space to parameters, by path of the option.
+    """Convert the search space of a YAML file to ranges and choices, by path of the searched option.
 
     Args:
         space: path to a list of values, or to a mapping with `low` and `high`, or with `choices`.
@@ -198,7 +198,7 @@ def _number(given: Any, key: str) -> float | int | None:
 
 
 def _named(values: Any) -> dict[Any, Any]:
-    """Return values by name: a class has its class's name, a number or text is its own name."""
+    """Name the choices of an option: a class by its class name, a number or text by itself."""
     if not isinstance(values, list) or not values:
         raise ConfigurationError(f"must have at least one value to choose from, got {values!r}")
     names = [_name(value) for value in values]
@@ -226,7 +226,7 @@ def _only(given: Mapping[str, Any], allowed: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A search for values of a configuration's options.
+    """Options of a search for hyperparameters: what is searched, how, and by which metric.
 
     Args:
         space: what to search: path of an option to a range {low, high, log, step, points}, to a list of
@@ -283,7 +283,7 @@ class Search:
 
     @property
     def parameters(self) -> dict[str, Parameter]:
-        """Searched parameters, by path."""
+        """Ranges and choices of the searched options, by path of the option."""
         return read_parameters(self.space)
 
     @property

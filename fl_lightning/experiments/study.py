@@ -47,7 +47,7 @@ _MOST_SHOWN = 4
 
 
 def open_study(search: Search, plan: Plan, storage: str | None, name: str) -> optuna.Study:
-    """Create the study of a search, or open the existing one.
+    """Create the Optuna study of a search, or open it if it exists.
 
     Args:
         search: options of the search.
@@ -110,7 +110,7 @@ def _without_password(where: str) -> str:
 
 
 def _identity(search: Search, plan: Plan) -> dict[str, Any]:
-    """Return the options that all trials of a study must share; values of searched options are left out."""
+    """Return what all trials of a study must share: the configuration, except values of searched options."""
     searched = dict.fromkeys(plan.places.values(), "<searched>")
     own = with_values(plan.configuration, searched) | {
         "metric": search.metric,
@@ -141,7 +141,7 @@ def _check_identity(study: optuna.Study, now: Mapping[str, Any], where: str) -> 
 
 
 class _Grid(samplers.GridSampler):
-    """Optuna's grid sampler, which here does not end the study: `Trials` counts the trials."""
+    """Optuna's grid sampler, changed not to end the study, because `Trials` counts the trials."""
 
     @override
     def after_trial(self, *args: Any) -> None:
@@ -149,7 +149,7 @@ class _Grid(samplers.GridSampler):
 
 
 def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
-    """Return the sampler that proposes the values of the trial with this number."""
+    """Return the Optuna sampler that proposes a trial's values, given the trial's number."""
     if search.sampler == "grid":
         grid = {path: parameter.grid(path) for path, parameter in search.parameters.items()}
         shuffle = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # the same for all trials
@@ -161,7 +161,7 @@ def sampler_of(search: Search, number: int) -> samplers.BaseSampler:
 
 
 def ask(study: Study, search: Search) -> optuna.Trial:
-    """Create the next trial of a study, with values proposed by the sampler of this trial."""
+    """Create the next trial of a study, and let its sampler propose values for the searched options."""
     trial = study.ask()
     study.sampler = sampler_of(search, trial.number)
     for path, parameter in search.parameters.items():
@@ -170,7 +170,7 @@ def ask(study: Study, search: Search) -> optuna.Trial:
 
 
 def pruner_of(search: Search, num_rounds: int) -> pruners.BasePruner:
-    """Return the pruner of a search, whose complete trials have the given number of rounds."""
+    """Return the Optuna pruner of a search; a complete trial has ``num_rounds`` rounds."""
     if search.pruner == "median":
         return pruners.MedianPruner(
             n_startup_trials=search.startup_trials, n_warmup_steps=search.min_rounds
@@ -193,7 +193,7 @@ _FEWEST = 6  # trials that are needed for an estimate of importance
 
 
 def ranked(study: optuna.Study) -> list[FrozenTrial]:
-    """Return the ended trials: complete ones, the best first; stopped ones, the longest first; failed ones."""
+    """Return the ended trials: first the complete trials, best first, then stopped trials, longest first, then failed trials."""
     sign = -1 if study.direction == StudyDirection.MAXIMIZE else 1
 
     def order(trial: FrozenTrial) -> tuple[float, ...]:
@@ -207,7 +207,7 @@ def ranked(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
-    """Return a table with one row per ended trial, in the order of `ranked`, of unrounded numbers."""
+    """Return a table with one row per ended trial, best trials first, with unrounded numbers."""
     import pandas
 
     facts = ("rounds", "seconds", "reason")
@@ -229,7 +229,7 @@ def trials_table(study: optuna.Study, options: Sequence[str]) -> DataFrame:
 def cells(
     table: DataFrame, metric: str, names: Mapping[str, str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a `trials_table` as text, with short names of the options by path."""
+    """Return header and rows of a table of trials as texts; ``names`` are short names of the searched options."""
     rows = [
         [
             str(row["trial"]),
@@ -252,7 +252,7 @@ def write_best(path: Path, best: FrozenTrial, plan: Plan, metric: str) -> None:
 
 
 def shown_values(params: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Format the values of a trial, with short names of the options.
+    """Format the values that a trial gives to the searched options, under short names of the options.
 
     Example:
         >>> shown_values({"model.optimizer.lr": 0.00312345}, {"model.optimizer.lr": "lr"})
@@ -262,12 +262,12 @@ def shown_values(params: Mapping[str, Any], names: Mapping[str, str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format the value of an option, a number with four digits."""
+    """Format the value of an option as text; real numbers get four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Return the importance of each option by path, the highest first; empty if there are too few trials."""
+    """Return each searched option's importance for the metric, highest first; empty if there are too few trials."""
     values = {state: [v for _, v in _points(study, state)] for state in _SHOWN}
     if sum(map(len, values.values())) < _FEWEST or len(set(values[TrialState.COMPLETE])) < 2:
         return {}
@@ -287,13 +287,13 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 
 def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
-    """Draw the importances as bars, into PNG and SVG files."""
+    """Draw the importance of each searched option as a bar, into PNG and SVG files."""
     panel = bars([names[option] for option in shares], [*shares.values()])
     write_figure(draw({"importance, share of all": panel})[0], path)
 
 
 def draw_trials(out: Path, study: optuna.Study, metric: str) -> None:
-    """Draw the metric of complete trials in order, and over each option, into the files ``trials`` and ``options``."""
+    """Draw the metric of complete trials: by trial into the file ``trials``, by option's value into ``options``."""
     done = _points(study, TrialState.COMPLETE)
     values = [value for _, value in done]
     texts = [f"trial {trial.number}: {value:.4g}" for trial, value in done]
@@ -329,7 +329,7 @@ _SHOWN = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, float]]:
-    """Return the trials in a state with their values; a stopped trial has the value of its last round."""
+    """Return the trials of a given state with their values; a stopped trial's value is that of its last round."""
     trials = study.get_trials(deepcopy=False, states=(state,))
     return [(one, one.value) for one in trials if one.value is not None]
 
@@ -337,7 +337,7 @@ def _points(study: optuna.Study, state: TrialState) -> list[tuple[FrozenTrial, f
 def trial_line(
     trial: FrozenTrial, done: int, budget: int, reason: str | None, *, is_best: bool
 ) -> str:
-    """Return the line that is printed when a trial has ended; ``reason`` tells why it was stopped, None if it was not."""
+    """Return the line to print when a trial has ended; ``reason`` is None, or says why the trial was stopped."""
     seconds = f"{float(trial.user_attrs.get('seconds', 0)):.0f} s"
     value = f"{trial.value:.4f}" if reason is None and trial.value is not None else reason
     mark = ", best so far" if is_best else ""

@@ -36,7 +36,7 @@ _MOST_ROWS = 10
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of ``fl-lightning sweep`` to its parser."""
     parser.add_argument(
         "-c",
         "--config",
@@ -75,7 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def sweep(given: Any, *, options: Sequence[str], resolve: Resolve, fit: Fit) -> None:
-    """Run the command, with ``options`` added to every run; end the process with code 1 if trials fail.
+    """Run ``fl-lightning sweep``, with ``options`` added to every run; exit with code 1 if trials fail.
 
     Raises:
         ConfigurationError: before any trial starts, if an option or a configuration is refused.

@@ -25,7 +25,7 @@ Place: TypeAlias = tuple[str | int, ...]
 
 
 def place_of(configuration: Mapping[str, Any], path: str) -> Place:
-    """Return the keys that lead to an option in a configuration; the path may leave out ``init_args``.
+    """Return the mapping keys that lead to an option in a configuration; the path may leave out ``init_args``.
 
     The last key may be missing in the configuration: the parser checks whether the class has such an option.
 
@@ -54,7 +54,7 @@ def place_of(configuration: Mapping[str, Any], path: str) -> Place:
 
 
 def _keys(node: Any, word: str, *, may_be_new: bool) -> list[str | int] | None:
-    """Return the keys from a node to the option that a word of the path names; None if there is no such option."""
+    """Return the keys from a configuration node to the option that one word of a path names; None without such an option."""
     if isinstance(node, list):
         return [int(word)] if word.isdecimal() and int(word) < len(node) else None
     if not isinstance(node, Mapping) or word in node:
@@ -81,7 +81,7 @@ def _what_is_there(node: Any, word: str, owner: str) -> str:
 
 
 def value_at(configuration: Any, place: Sequence[str | int]) -> Any:
-    """Return the value at a place in a configuration; None if the place does not exist."""
+    """Return the value to which keys lead in a configuration; None if there is none."""
     node = configuration
     for key in place:
         if isinstance(node, Mapping) and key not in node:
@@ -91,7 +91,7 @@ def value_at(configuration: Any, place: Sequence[str | int]) -> Any:
 
 
 def with_values(configuration: dict[str, Any], values: Mapping[Place, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration in which some places have new values.
+    """Return a copy of a configuration with new values for some options, each given by the keys that lead to it.
 
     Example:
         >>> with_values({"a": {"b": 1, "c": 2}}, {("a", "b"): 3})
@@ -107,7 +107,7 @@ def with_values(configuration: dict[str, Any], values: Mapping[Place, Any]) -> d
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return a short, unique name for each path: as many of its last words as that takes.
+    """Return a short, unique name for each option's path: its last words, as few as make it unique.
 
     Example:
         >>> short_names(["model.optimizer.lr", "model.scheduler.lr", "data.batch_size"]).values()
@@ -127,7 +127,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a search, which makes the runs of its trials.
+    """Complete configuration and searched options of a search; makes the runs of its trials.
 
     Attributes:
         configuration: complete configuration, with the user's own values.
@@ -151,12 +151,12 @@ class Plan:
 
     @property
     def names(self) -> dict[str, str]:
-        """Short names of the searched options, by path."""
+        """Short, unique names of the searched options, by path of the option."""
         return short_names(list(self.parameters))
 
     @property
     def as_configured(self) -> dict[str, Any] | None:
-        """Values of the searched options in the base configuration, as Optuna names them, by path.
+        """Values that the user's configuration gives to the searched options, by path, as Optuna names them.
 
         None if a value is outside the space.
         """
@@ -167,18 +167,18 @@ class Plan:
         return None if any(key is None for key in keys.values()) else keys
 
     def with_keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of a trial; ``keys`` are its values, as Optuna names them, by path."""
+        """Return a trial's configuration; ``keys`` are its values of searched options, as Optuna names them, by path."""
         values = {
             self.places[path]: self.parameters[path].value_of(key) for path, key in keys.items()
         }
         return with_values(self.configuration, values)
 
     def folder(self, number: int) -> Path:
-        """Return a trial's folder."""
+        """Return the folder of the trial with this number."""
         return self.out / f"trial_{number:04d}"
 
     def run(self, number: int, keys: Mapping[str, Any], seed: int) -> PlannedRun:
-        """Return the run of a trial with a seed; ``keys`` as in `with_keys`."""
+        """Return a trial's run with one seed; ``keys`` are the trial's values, as Optuna names them, by path."""
         folder = self.folder(number)
         # the test set must not influence the choice
         text = as_text({**self.with_keys(keys), "test_after_fit": False})
@@ -188,7 +188,7 @@ class Plan:
 def plan_search(
     search: Search, configs: Sequence[str], options: Sequence[str], *, out: Path, resolve: Resolve
 ) -> Plan:
-    """Read the configuration, and check that it accepts the ends of every range and every choice.
+    """Plan a search: read its configuration, and check that it accepts every choice and both ends of every range.
 
     Raises:
         ConfigurationError: if the configuration, or a value of the space, is invalid.

@@ -34,7 +34,7 @@ DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 
 @dataclass
 class LockedTrial:
-    """A trial that this command runs, with its lock and its values so far.
+    """A trial that this command runs, with the locked file that keeps other commands away, and its values so far.
 
     Attributes:
         trial: Optuna's trial.
@@ -66,16 +66,16 @@ class LockedTrial:
 
     @property
     def rounds(self) -> int:
-        """Last round of the current run whose value is known; 0 before the first."""
+        """Last round whose metric the trial's current run has reported; 0 before the first."""
         return max(self.told, default=0)
 
     @property
     def seconds(self) -> float:
-        """Seconds that the trial has run, without the time for which it was interrupted."""
+        """Seconds that the trial has run, without the time during which it was interrupted."""
         return round(self.seconds_before + time.monotonic() - self.began, 1)
 
     def give_sign(self) -> None:
-        """Record in the study that the trial is still running."""
+        """Record in the Optuna study that this trial is still running."""
         self._signed = time.monotonic()
         self.trial.set_user_attr("heard of", time.time())
         self.trial.set_user_attr("seconds", self.seconds)
@@ -87,21 +87,21 @@ class LockedTrial:
 
 
 class Trials:
-    """The trials of a study, which other commands may run as well."""
+    """The trials of an Optuna study, which several commands may work on at the same time."""
 
     def __init__(self, study: optuna.Study, search: Search, plan: Plan) -> None:
         self.study, self.search, self.plan = study, search, plan
         self._locked: set[int] = set()
 
     def next(self) -> LockedTrial | None:
-        """Return the next trial to run, an interrupted one or else a new one; None if there are enough."""
+        """Return the next trial to run: an interrupted trial, or else a new trial; None if there are enough trials."""
         locked = next(self._interrupted(), None)
         while locked is None and len(self.of(*DONE, TrialState.RUNNING)) < self.search.num_trials:
             locked = self._ask()
         return locked
 
     def of(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in the given states."""
+        """Return the study's trials that are in one of the given states, e.g. complete."""
         return self.study.get_trials(deepcopy=False, states=states)
 
     def elsewhere(self) -> int:
@@ -152,7 +152,7 @@ class Trials:
             yield locked
 
     def _ask(self) -> LockedTrial | None:
-        """Return a new trial; None if another command was faster to lock it, or to start the last trial."""
+        """Create and lock a new trial; None if another command was faster to lock it or to start the last trial."""
         trial = ask(self.study, self.search)
         self.plan.folder(trial.number).mkdir(parents=True, exist_ok=True)
         lock = self._lock(trial.number)
@@ -199,7 +199,7 @@ _MOST_FAILURES = 3
 
 
 class TrialsFail(RuntimeError):  # noqa: N818 - the name says what is wrong
-    """Raised to end a search whose trials fail for a reason that other values would not change."""
+    """Error that ends a search because its trials fail for a reason that other values would not change."""
 
 
 class Workers:
@@ -213,7 +213,7 @@ class Workers:
         self._failures = 0
 
     def run(self, count: int) -> None:
-        """Run the remaining trials, at most a given number at a time.
+        """Run the search's remaining trials, at most ``count`` at a time.
 
         Raises:
             TrialsFail: if three trials in a row fail, or the first one has a configuration error.
@@ -234,7 +234,7 @@ class Workers:
                 self._trials.end(locked, None)
 
     def _fill(self, count: int) -> bool:
-        """Start trials until the given number is running; return whether any trial is running."""
+        """Start trials until ``count`` trials are running; return whether any trial is running."""
         while len(self._running) < count:
             locked = self._trials.next()
             if locked is None:
@@ -247,7 +247,7 @@ class Workers:
         return bool(self._running)
 
     def _start(self, locked: LockedTrial) -> None:
-        """Start a trial's run with its next seed."""
+        """Start the run of a trial with the next of the search's seeds."""
         locked.told, seed = {}, self._plan.seeds[len(locked.values)]
         self._processes.start(self._plan.run(locked.number, locked.trial.params, seed))
 
@@ -286,7 +286,7 @@ class Workers:
             self._note(locked, ended.failure or locked.stopped)
 
     def _note(self, locked: LockedTrial, reason: str | None) -> None:
-        """Record the value of a complete trial, or why a trial was stopped, and print a line."""
+        """Record a complete trial's value, or why a trial was stopped; print a line about the trial."""
         self._failures = 0
         if reason is not None:
             self._trials.end(locked, TrialState.PRUNED, rounds=locked.rounds, reason=reason)

@@ -27,7 +27,7 @@ from fl_lightning.federation.visits.personal_models import PersonalModels, recal
 
 @final
 class Federation(Options, Callback):
-    """Trains over many clients: one epoch is one round.
+    """Callback that makes a Trainer train over many clients: one epoch is one round.
 
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its
     learning-rate schedule advances once per round, or with ``interval: step`` in every local step, and
@@ -62,7 +62,7 @@ class Federation(Options, Callback):
     _missed: MissedPlateaus | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace batches by the clients of a round in the fit loop.
+        """Make Lightning's fit loop run rounds: an epoch has one batch, the ids of the round's clients.
 
         Raises:
             ConfigurationError: if the Trainer has another Federation.
@@ -80,7 +80,7 @@ class Federation(Options, Callback):
             self._calendar = prepare(trainer, pl_module, self, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the rounds on the current weights and optimizer, and load the state of a checkpoint."""
+        """Build the rounds from the module's current weights and optimizer, and load a resumed checkpoint's state."""
         assert self._cleanup is not None
         before, saved = self.rounds, self._saved or {}
         earlier = list(before.stages) if before and before.run.module is pl_module else []
@@ -93,14 +93,14 @@ class Federation(Options, Callback):
         take_over(trainer, self.rounds.train, self.rounds.run, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with the first round that is not done, and log what users should know before it."""
+        """Begin at a resumed fit's first unfinished round, and log what users should know before training."""
         begin_round_anew(trainer)
         assert self.rounds is not None
         for part in self.rounds.stages.around_fit:
             part.training_begins(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply changed masks, measure losses for the cohort, and seed the generators by the round."""
+        """Apply changed masks, measure clients' losses if the cohort is chosen by them, and seed generators by round."""
         assert self.rounds is not None
         if self._missed is not None:
             self._missed.catch_up(trainer)
@@ -117,7 +117,7 @@ class Federation(Options, Callback):
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the round's metrics, counts, bytes and norms; raise if a stage failed when the round closed."""
+        """Log the round's metrics, counts, bytes and norms; raise if a `Stage` failed while the round closed."""
         assert self.rounds is not None
         if self.rounds.error_of_close is not None:
             raise self.rounds.error_of_close
@@ -139,20 +139,20 @@ class Federation(Options, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Clean up after an error or an interruption."""
+        """Restore Trainer, module and data module after an error or an interruption."""
         if self._cleanup is not None:
             self._cleanup.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the server's state for the checkpoint."""
+        """Return the state of the federated run for the checkpoint, besides the module's weights."""
         return (self._saved or {}) if self.rounds is None else run_state(self.rounds)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state of a checkpoint, or of a fit in other processes, until a fit starts."""
+        """Keep the state read from a checkpoint, or from processes that trained, until the next fit starts."""
         self._saved = dict(state_dict)
 
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
-        """Return clients' personal models after the last round, or of the checkpoint."""
+        """Return clients' personal models after the last round or from the checkpoint; None if clients have none."""
         fitted = None
         if self.rounds is not None:
             fitted = self.rounds.run.local.personal.names, self.rounds.memory

@@ -33,10 +33,10 @@ _NOTHING = 1e-9
 
 
 class FitRounds:
-    """Runs the rounds of one fit.
+    """Runs the federated rounds of one Trainer fit, in each of its processes.
 
     Attributes:
-        clients: the clients' side.
+        clients: trains the clients and yields their updates.
         server: holds the global model, aggregates updates and steps.
         memory: client states that last from round to round.
         module_has_all: whether the module can hold every bit of the server's model.
@@ -71,7 +71,7 @@ class FitRounds:
 
     @property
     def record(self) -> RoundRecord:
-        """Record of the open round; between rounds, of the last one."""
+        """Counts and metrics of the current round; between rounds, those of the last round."""
         return self._round.record
 
     def train(self, cohort: CohortBatch) -> None:
@@ -110,7 +110,7 @@ class FitRounds:
         self._close()
 
     def _train_in_slots(self, cohort: CohortBatch) -> None:
-        """Train clients in slots; if slots cannot run a step, restart the round with another engine."""
+        """Train clients in slots (many at once). If slots cannot run a step, restart the round with another engine."""
         metrics = MetricStates(metrics_of(self.run.module))
         while True:
             try:
@@ -124,7 +124,7 @@ class FitRounds:
                 return
 
     def _begin(self) -> None:
-        """Open a round, or open it again, without communication between processes."""
+        """Open a round, or open it again after slots failed; processes do not communicate here."""
         run, number = self.run, self.run.trainer.current_epoch
         self.follow_masks()
         run.local.start_round(number)  # by now, unlike earlier, Lightning has restored all
@@ -162,12 +162,12 @@ class FitRounds:
             self.error_of_close = error
 
     def follow_state(self) -> None:
-        """Add the buffers that clients change, once they are known, to the server's model."""
+        """Give the server's model the buffers that clients change, once it is known which these are."""
         self.server.replace_buffers(self.run.local.buffers.read())
         self._note_precision()
 
     def follow_masks(self) -> None:
-        """Change the layout of the exchanged vectors if masks have changed between rounds.
+        """Change the layout of the exchanged vectors if sparsity masks have changed since the last round.
 
         Raises:
             ConfigurationError: if they may not change.
@@ -240,7 +240,7 @@ class FitRounds:
 
 
 def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) -> str:
-    """Return a log line with the bytes of one client per round and of the whole run.
+    """Return a log line on traffic: bytes of one client per round, and of all clients in the whole run.
 
     Args:
         up: approximate bytes that a client sends per round.

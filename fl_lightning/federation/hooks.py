@@ -46,7 +46,7 @@ STEP_HOOKS = (
 
 
 def overrides(owner: Any, hook: str) -> bool:
-    """Return whether a module, data module or callback defines a hook of its own."""
+    """Return whether a module, data module or callback overrides a given Lightning hook."""
     for parent in (LightningModule, LightningDataModule, Callback):
         if isinstance(owner, parent):
             return hasattr(parent, hook) and is_overridden(hook, owner, parent)
@@ -54,7 +54,7 @@ def overrides(owner: Any, hook: str) -> bool:
 
 
 def keep_cohorts_from_hooks(owner: Any, cleanup: ExitStack) -> None:
-    """Make an owner's batch hooks return the clients of a round unchanged, until the cleanup."""
+    """Make batch hooks of a module or data module return a round's client ids unchanged, until ``cleanup`` closes."""
     for hook in BATCH_HOOKS:
         if overrides(owner, hook):
             cleanup.enter_context(shadowed(owner, hook, _unless_cohort(getattr(owner, hook))))

@@ -33,7 +33,7 @@ def begin_round(trainer: Trainer) -> None:
     """Mark the metrics logged so far as those of earlier rounds, for `logged_in_round`.
 
     Args:
-        trainer: at the start of an epoch; later calls in the same epoch change nothing.
+        trainer: the Trainer, at the start of an epoch; later calls in the same epoch change nothing.
     """
     number, _ = _BEGUN.get(trainer, (-1, {}))
     if number != trainer.current_epoch:
@@ -48,7 +48,7 @@ def logged_in_round(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def add_metrics(trainer: Trainer, metrics: Mapping[str, Tensor], new: Collection[str]) -> None:
-    """Add the metrics of a fit in another process to a Trainer's metrics.
+    """Add metrics of a fit that ran in another process to the ``callback_metrics`` of this process's Trainer.
 
     Args:
         trainer: the Trainer of this process.
@@ -73,8 +73,8 @@ def log_round(
     quarter of a small round on that.
 
     Args:
-        trainer: at the end of an epoch.
-        values: by name.
+        trainer: the Trainer, at the end of an epoch.
+        values: the numbers by name.
         in_progress_bar: names of the values shown in the progress bar.
         twins: names of values that the module logs under another name: callbacks can monitor them,
             loggers do not get them.
@@ -107,7 +107,7 @@ def log_numbers(trainer: Trainer, values: Mapping[str, float], *, step: int) -> 
 
 @rank_zero_only
 def log_event(board: Any, values: Mapping[str, Any], step: int | None) -> None:
-    """Log numbers with TensorBoard as one event.
+    """Write several numbers to TensorBoard as one event, not as one event each.
 
     Otherwise each number would be an event. A round has more of them than the writer's queue has places,
     and waking its thread for each took a third of a small round.
@@ -132,10 +132,10 @@ def log_once(trainer: Trainer, title: str, numbers: Mapping[str, float], *, step
     """Log numbers that a run logs only once, such as test metrics.
 
     Args:
-        trainer: with the loggers.
-        title: of TensorBoard's table.
-        numbers: by name.
-        step: of the run.
+        trainer: the Trainer whose loggers get the numbers.
+        title: title of the table on TensorBoard.
+        numbers: the numbers by name.
+        step: step of the run that loggers show.
     """
     for logger in trainer.loggers:
         if not isinstance(logger, TensorBoardLogger):
@@ -166,12 +166,12 @@ def logged_once(folder: Path) -> dict[str, float]:
 
 
 def is_of_test(name: str) -> bool:
-    """Return whether a name is that of a test metric."""
+    """Return whether a metric's name begins with ``test``."""
     return name.startswith("test")
 
 
 def boards(trainer: Trainer) -> list[TensorBoardLogger]:
-    """Return the TensorBoard loggers."""
+    """Return a Trainer's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 

@@ -43,12 +43,12 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
 
 
 def install(trainer: Trainer, train: Callable[[CohortBatch], None]) -> None:
-    """Make Lightning's sub-loop run a round instead of an optimizer step; its progress is kept.
+    """Make Lightning's optimization loop run a federated round in place of an optimizer step; its counters are kept.
 
     ``global_step`` counts rounds: the loop does not see the optimizer steps of clients.
 
     Args:
-        trainer: about to train.
+        trainer: a Trainer that is about to train.
         train: trains the clients of a round and steps the server.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -59,7 +59,7 @@ def install(trainer: Trainer, train: Callable[[CohortBatch], None]) -> None:
     steps = _steps(trainer)
 
     def run(*arguments: Any) -> dict[str, Any]:
-        """Run one round; in both sub-loops the last argument holds the batch."""
+        """Run one round. The last argument of Lightning's optimization loops holds the batch, the round's clients."""
         train(next(iter(arguments[-1].values())))
         steps.increment_ready()
         steps.increment_completed()
@@ -72,25 +72,25 @@ def install(trainer: Trainer, train: Callable[[CohortBatch], None]) -> None:
 
 
 def training_loader(trainer: Trainer) -> Any:
-    """Return the training batches of a central fit, which Lightning would set up a little later."""
+    """Set up and return a central fit's training data loader, earlier than Lightning would."""
     trainer.fit_loop.setup_data()
     return trainer.train_dataloader
 
 
 def progress(trainer: Trainer) -> dict[str, Any]:
-    """Return Lightning's counters of epochs and steps, which count rounds."""
+    """Return the state of Lightning's epoch and step counters, which both count rounds in a federation."""
     steps = _steps(trainer).state_dict()
     return {"epochs": trainer.fit_loop.epoch_progress.state_dict(), "steps": steps}
 
 
 def load_progress(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Set ``current_epoch`` and ``global_step`` to a number of finished rounds."""
+    """Restore ``current_epoch`` and ``global_step`` from the state that `progress` returned."""
     trainer.fit_loop.epoch_progress.load_state_dict(state["epochs"])
     _steps(trainer).load_state_dict(state["steps"])
 
 
 def set_round(trainer: Trainer, number: int) -> None:
-    """Set the number of the epoch that is about to start, before `on_train_epoch_start`.
+    """Set the number of the round (Lightning's epoch) that is about to start, before `on_train_epoch_start`.
 
     A site trains only in rounds in which its clients are sampled; in an asynchronous run it may train
     several times in one round.
@@ -104,7 +104,7 @@ def set_round(trainer: Trainer, number: int) -> None:
 
 
 def is_in_round(trainer: Trainer) -> bool:
-    """Return whether a round (or an epoch of a central fit) has begun that Lightning has not counted as done."""
+    """Return whether a round (or a central fit's epoch) is open: begun, but not yet counted as done by Lightning."""
     epochs = trainer.fit_loop.epoch_progress.current
     return trainer.state.fn == "fit" and epochs.completed < epochs.ready
 
@@ -120,7 +120,7 @@ def plan_rounds(trainer: Trainer, number: int | None) -> None:
 
 
 def _steps(trainer: Trainer) -> Any:
-    """Return Lightning's counter behind ``global_step``, which differs with manual optimization."""
+    """Return Lightning's counter behind ``global_step``: that of automatic or of manual optimization."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress.optimizer.step

@@ -62,7 +62,7 @@ class Options:
     """The options of a federation; attributes hold the given values, or the defaults that replace None.
 
     Attributes:
-        parts: traits of the given options, by option and class.
+        parts: what each given option needs and breaks (`Traits`), by option and class.
         client_privacy: differential privacy of clients, or None.
         example_privacy: differential privacy of examples, or None.
         is_at_site: whether these are a site's options: its clients train for a server elsewhere.
@@ -195,11 +195,11 @@ class Options:
             self.local_epochs = 1
 
     def add(self, stage: Stage) -> None:
-        """Add a stage to the rounds of this fit; for the `setup` of other callbacks."""
+        """Add a `Stage` (a feature of rounds) to this fit; other callbacks call this in their `setup`."""
         self.handed.append(stage)
 
     def _check(self, seed: int | None) -> None:
-        """Raise all errors of the options at once, see `Options`."""
+        """Check all options, and raise all errors together."""
         raise_together(
             self._check_pairs,
             *(
@@ -246,7 +246,7 @@ class Options:
 
     @property
     def clients_remember(self) -> bool:
-        """True if clients have states that last from round to round."""
+        """True if clients keep states between rounds: personal tensors, correction states or error feedback."""
         correction = self.correction
         return (
             self.personal is not None
@@ -256,24 +256,24 @@ class Options:
 
     @property
     def example_privacy(self) -> ExampleDP | None:
-        """Differential privacy of clients' examples, or None."""
+        """Option for differential privacy of single examples; None if it is not set."""
         return self.privacy if isinstance(self.privacy, ExampleDP) else None
 
     @property
     def client_privacy(self) -> Privacy | None:
-        """Differential privacy of clients, or None."""
+        """Option for differential privacy of whole clients; None if it is not set."""
         return None if isinstance(self.privacy, ExampleDP) else self.privacy
 
     @property
     def hides_clients(self) -> bool:
-        """True if the server can read no single client's update: noise by clients, or a hidden sum."""
+        """True if the server cannot read a single client's update: clients add noise, or secure aggregation hides it."""
         private, aggregator = self.client_privacy, as_aggregator(self.aggregator)
         adds_noise = private is not None and private.clients_add_noise
         return adds_noise or aggregator.protection is not None
 
 
 def federation_options(trainer: Trainer) -> Options | None:
-    """Return the options of a Trainer's `Federation`, or of the callback of a site; None without either.
+    """Return the federation's options from a Trainer's callbacks (`Federation` or a remote site's); None without any.
 
     The callback of a site has the options as an attribute ``federation``.
     """
@@ -285,10 +285,10 @@ def federation_options(trainer: Trainer) -> Options | None:
 
 
 def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
-    """Return the traits of all options that were given, by option and class.
+    """Return what each given option needs and breaks (its `Traits`), keyed by option name and class.
 
     Args:
-        options: of a federation.
+        options: the options of a federation.
         cohort: the given cohort; None for the default, which conflicts with nothing.
     """
     names = ("aggregator", "correction", "personal", "privacy", "attackers")
@@ -318,6 +318,6 @@ def parts_of(options: Options, cohort: Cohort | None) -> dict[str, Traits]:
 
 
 def traits_of(part: object) -> Traits:
-    """Return the traits that a part declares; none if it declares nothing."""
+    """Return what an option or stage declares to need and break (its `Traits`); empty if it declares nothing."""
     traits = getattr(part, "traits", NO_TRAITS)
     return traits if isinstance(traits, Traits) else NO_TRAITS

@@ -26,12 +26,12 @@ class DrawsBatches(Protocol):
     def batches(
         self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
     ) -> tuple[Tensor, list[int]]:
-        """Return the indices of examples, step by step, and the batch size of each step."""
+        """Return the example indices of all local steps, concatenated, and each step's batch size."""
 
 
 @dataclass(frozen=True)
 class LocalWork:
-    """How much a client trains per round."""
+    """Amount of a client's local training per round: steps or epochs, batches per step, and seed."""
 
     local_steps: int | None  # optimizer steps; or
     local_epochs: int | None  # passes over its shard
@@ -57,7 +57,7 @@ class WorkPlan:
         self._weights = data.draw_weights
 
     def of(self, clients: Sequence[int], rounds: int | Sequence[int]) -> GroupWork:
-        """Return the work of clients in a round; a client without examples has no step.
+        """Return clients' work in a round (examples, order, batch sizes); a client without examples takes no step.
 
         Args:
             clients: ids of the clients.
@@ -91,7 +91,7 @@ class WorkPlan:
         )
 
     def _order(self, shard: Tensor, client: int, round_index: int) -> tuple[Tensor, list[int]]:
-        """Return the order of a client's examples, and the sizes of its batches."""
+        """Return the order in which a client trains on its examples in a round, and its batch sizes."""
         amount, num_examples = self._local_work, shard.numel()
         if not num_examples:
             return shard, []
@@ -121,7 +121,7 @@ class WorkPlan:
         num_epochs: int | None,
         num_batches: int | None = None,
     ) -> tuple[Tensor, list[int]]:
-        """Return a random order of a client's examples; `whose` is (purpose, round, client)."""
+        """Return a client's examples in random order, with batch sizes; `whose` (purpose, round, client) seeds it."""
         return local_order(
             shard,
             self._batch_size,
@@ -137,7 +137,7 @@ class WorkPlan:
         return int(local_work(sizes, self._batch_size, drop_last=self._drop_last, num_epochs=1)[0])
 
     def more_epochs(self, work: ClientWork, num_epochs: int, purpose: str) -> ClientWork:
-        """Return further passes over a client's shard, in orders drawn for a purpose."""
+        """Return a client's work for extra passes over its shard, in a random order seeded by ``purpose``."""
         if not work.sizes:
             return work
         whose = purpose, work.round_index, work.client_id
@@ -145,7 +145,7 @@ class WorkPlan:
         return work._replace(order=order, sizes=sizes)
 
     def shard(self, work: ClientWork) -> ClientWork:
-        """Return one pass over a client's shard, in the shard's order.
+        """Return a client's work for one pass over its whole shard, in stored order.
 
         If the loader drops a smaller last batch, so does this pass, in a random order per round, so that
         the dropped examples vary. If the loader draws by weight, so does this pass.
@@ -187,7 +187,7 @@ class WorkPlan:
         return [min(most, epoch - start) for epoch in epochs for start in range(0, epoch, most)]
 
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
-        """Yield the batches of each local step, lazily."""
+        """Yield for each local step of a client its batches, which are read lazily."""
         batches = self.batches(work)
         if self._local_work.accumulate == 1:
             return zip(batches, strict=True)  # one batch each

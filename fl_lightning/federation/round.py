@@ -39,14 +39,14 @@ class Clients(Protocol):
     collector: LogCollector
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
-        """Train clients with the same start, and yield their updates."""
+        """Train clients that start from the same model and options, and yield their updates or failures."""
 
 
 class Round:
     """Runs federated rounds, one after the other.
 
     Args:
-        clients: the clients' side.
+        clients: trains the clients and yields their updates.
         server: holds the global model, aggregates updates and steps.
         stages: further features of a round, in the order in which updates pass them.
         memory: client states that last from round to round.
@@ -72,7 +72,7 @@ class Round:
         self.record = RoundRecord()
 
     def open(self, number: int) -> None:
-        """Open a round in all stages and at the server; an interrupted round starts again from its first client."""
+        """Open a round at the server and in every `Stage`; an interrupted round starts again from its first client."""
         before = self.record  # of the last round, or of this round's interrupted attempt
         began_at = before.began_at if before.ended_at is None else before.ended_at
         self.record = RoundRecord(began_at=began_at)
@@ -122,7 +122,7 @@ class Round:
         self.record.skipped[failure.client_id] = located
 
     def step(self) -> None:
-        """Step the server.
+        """Apply the server step: turn the aggregate of the round's updates into the new global model.
 
         Raises:
             RoundFailure: if too few clients sent a valid update, or none has trained.
@@ -152,7 +152,7 @@ class Round:
         self.memory.commit()  # only now: a checkpoint after an error holds no state ahead of its model
 
     def close(self) -> None:
-        """Close the round in all stages, once the module has the new model."""
+        """Tell every `Stage` that the round is over; called once the module has the new model."""
         with ExitStack() as closings:  # an error in one stage leaves no other behind the model
             for stage in reversed(self.stages.having["close"]):
                 closings.callback(stage.close, self.record)

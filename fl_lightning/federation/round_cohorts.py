@@ -17,7 +17,7 @@ from fl_lightning.data.cohorts.population import ClientIds, Population
 
 
 class CohortBatch:
-    """Ids of the clients of a round; a batch to Lightning.
+    """Ids of a round's clients, which Lightning's loop receives as a batch.
 
     It is neither a tuple nor a dataclass: in those, Lightning would look for tensors, id by id.
 
@@ -41,7 +41,7 @@ class CohortBatch:
 
 
 class RoundCohorts:
-    """Iterable that yields the clients of a round as its only batch; the batch may be empty (Poisson sampling).
+    """Lightning's training data loader in a federation: an epoch's only batch holds the ids of the round's clients.
 
     Args:
         sampler: draws the cohort.
@@ -99,12 +99,12 @@ class RoundCohorts:
         return 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the round to yield next; its progress is kept if it is the current one."""
+        """Set the round whose clients are yielded next; setting the current round again keeps whether it is done."""
         if epoch != self._round:
             self._round, self._is_done = epoch, False
 
     def _drawn(self, round_index: int) -> ClientIds:
-        """Draw a cohort, and raise if its ids are invalid or repeated."""
+        """Draw the cohort of a round, and raise if its ids are invalid or repeated."""
         ids = np.asarray(self._sampler.sample(round_index, self.population, self.seed))
         sampler = f"federation.cohort: {type(self._sampler).__name__}"
         is_whole = not len(ids) or (ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer))
@@ -143,7 +143,7 @@ class RoundCohorts:
         self._is_done = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the round, and whether it is done."""
+        """Return the current round's number, and whether it is done."""
         return {"round": self._round, "is_done": self._is_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ class RoundRecord:
         self.norms.add_rows(norms, counts, clients)
 
     def merge(self, other: RoundRecord) -> None:
-        """Merge the record of another process of the same round."""
+        """Add another process's counts and metrics of the same round to this record."""
         self.finished += other.finished
         self.skipped |= other.skipped
         self.lost += other.lost
@@ -95,7 +95,7 @@ class RoundRecord:
         self.norms.merge(other.norms)
 
     def withhold(self) -> None:
-        """Remove everything that depends on clients and has no noise."""
+        """Remove all counts and metrics that depend on clients and have no differential-privacy noise."""
         vars(self).update(vars(RoundRecord(update_norm=self.update_norm, is_withheld=True)))
 
     def without_clients(self) -> RoundRecord:
@@ -105,11 +105,11 @@ class RoundRecord:
         return replace(self, **{name: getattr(nobody, name) for name in names})
 
     def metrics(self) -> dict[str, float]:
-        """Return the clients' metrics, each a mean over examples, or a sum, minimum or maximum."""
+        """Return clients' metrics, each pooled over the round: a mean over examples, or a sum, minimum or maximum."""
         return self.means.reduced() | self.pooled
 
     def twins(self) -> set[str]:
-        """Return the names under which the training loss repeats a loss that the module logs itself; else an empty set.
+        """Return the names of ``train/loss`` metrics that repeat a loss which the module logs itself; else an empty set.
 
         Two losses are the same if their values agree for every client and for the round, where the module's
         may be another mean, or a sum.
@@ -152,7 +152,7 @@ class RoundRecord:
         return facts | self.privacy | self.more | self.norms.reduced() | self.means.stds()
 
     def unprotected_names(self) -> set[str]:
-        """Return the names of metrics and facts that depend on clients and have no noise."""
+        """Return the names of logged numbers that depend on clients and have no differential-privacy noise."""
         protected = self.privacy.keys() - {"privacy/clip_fraction"} | {"round/update_norm"}
         return (self.metrics().keys() | self.facts().keys()) - protected
 
@@ -161,7 +161,7 @@ class RoundRecord:
         return {name: _state(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the record from a state of `state_dict`."""
+        """Restore the record from what `state_dict` returned."""
         means, norms = ClientMeans(), ClientMeans()
         means.load_state_dict(state["means"])
         norms.load_state_dict(state["norms"])
@@ -170,7 +170,7 @@ class RoundRecord:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RoundRecord:
-        """Return a record with a state of `state_dict`."""
+        """Return a new record, restored from what `state_dict` returned."""
         record = cls()
         record.load_state_dict(state)
         return record

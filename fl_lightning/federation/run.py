@@ -31,12 +31,12 @@ _LOWER = 16.0
 
 
 class Run:
-    """Objects that the parts of one fit share.
+    """Shared objects of one fit: module, data, optimizers, processes, client states, work plan and local training.
 
     Args:
-        trainer: about to fit, with its optimizer built and its module on its device.
+        trainer: a Trainer that is about to fit, with its optimizer built and its module on its device.
         cohorts: the clients of each round.
-        work: amount of local training per client and round.
+        work: how much each client trains per round.
         memory_bytes: most bytes of client states to keep in RAM.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run:
         return self.trainer.current_epoch
 
     def shard_gradient(self, model: GlobalModel, work: ClientWork) -> Tensor:
-        """Return the gradient of a client's whole shard at a model, shape (k,).
+        """Return the gradient of a client's mean loss over its training examples at a given model, shape (k,).
 
             ∇F_i(x) = Σ_b n_b/n ∇f_b(x),    n = Σ_b n_b
 
@@ -121,7 +121,7 @@ class Run:
                 self.local.round_start.set_scale(scale)  # with which the client's steps ended
 
     def _finite_gradient(self, model: GlobalModel, shard: ClientWork) -> Tensor:
-        """Return a finite gradient, computed with the largest loss scale that does not overflow."""
+        """Return the gradient of a client's whole shard, with the largest loss scale at which it is finite."""
         seed = derive_seed(shard.root_seed, "shard gradient", shard.round_index, shard.client_id)
         scale, num_examples = self.step.scale, sum(shard.sizes)
         while True:
@@ -140,7 +140,7 @@ class Run:
 
 
 def _gradient(space: Space) -> Tensor:
-    """Return the gradients of a space's parameters, shape (k,); 0 where a parameter has none."""
+    """Return the gradients of the exchanged parameters as one vector, shape (k,); 0 where a parameter has none."""
     vector = torch.zeros(space.size, dtype=space.dtype, device=space.device)
     for param, active, view in space.entries(vector):
         if param.grad is not None:

@@ -96,8 +96,8 @@ class SimpleFederation:
         self._cohort, self._seed = cohort or AllClients(), seed
         if self._cohort.needs_fresh_losses:
             raise ConfigurationError(
-                f"cohort {type(cohort).__name__} measures clients' losses before it samples, which needs a "
-                "Trainer: set its losses to last_known, or use Federation"
+                f"SimpleFederation has no Trainer, and cohort {type(cohort).__name__} needs one to measure clients' "
+                "losses before it samples: set its losses to last_known, or use Federation"
             )
         self._population = Population(data.clients.num_examples)
         aggregator = as_aggregator(aggregator).of_clients(optimizer)
@@ -130,11 +130,12 @@ class SimpleFederation:
             if error.obj is not self and error.obj is not self.step:
                 raise
             raise ConfigurationError(
-                f"{type(stage).__name__} reads {error.name} of the run, which needs a Trainer: use Federation"
+                f"SimpleFederation has no Trainer, and {type(stage).__name__} needs one ({error.name}): "
+                "leave this stage out, or use Federation"
             ) from error
 
     def run(self, rounds: int) -> GlobalModel:
-        """Run further rounds and return the global model."""
+        """Run a number of further rounds, and return the global model after them."""
         for _ in range(rounds):
             began = time.perf_counter()
             self.local.start_round(self.round_index)
@@ -160,9 +161,11 @@ class SimpleFederation:
         return self.round.server.model
 
     def shard_gradient(self, model: GlobalModel, work: ClientWork) -> Tensor:
-        """Raise: the gradient of a whole shard needs a Trainer."""
-        raise ConfigurationError("the gradient of a whole shard needs a Trainer: use Federation")
+        """Raise, since the gradient of a whole shard is computed by a Trainer."""
+        raise ConfigurationError(
+            "SimpleFederation cannot compute the gradient of a whole shard: use Federation"
+        )
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
-        """Train clients with the same start, and yield their updates."""
+        """Train clients that start from the same model and options, and yield their updates or failures."""
         return self._clients.train(start, work)

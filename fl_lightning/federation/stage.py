@@ -52,7 +52,7 @@ Kind = TypeVar("Kind")
 
 
 class Start(NamedTuple):
-    """Model and options from which clients start local training.
+    """Model and optimizer options with which clients start local training in a round.
 
     Attributes:
         model: the model that clients receive.
@@ -72,7 +72,7 @@ class Start(NamedTuple):
 
 @dataclass
 class LocalTraining:
-    """One client's local training in the module, as stages see it.
+    """One client's local training, as each `Stage` sees it: work, start, masks and, at the end, the update.
 
     Attributes:
         work: the client's batches.
@@ -94,7 +94,7 @@ class LocalTraining:
 
 
 class Upload(NamedTuple):
-    """Updates of clients with the same start, on their way to the server.
+    """Updates on their way to the server, from clients that started from the same model.
 
     Attributes:
         start: the clients' start.
@@ -124,7 +124,7 @@ class Missing(NamedTuple):
 
 
 class Stage:
-    """One feature of a round; by default its methods do nothing.
+    """One feature of a federated round, such as compression; its methods are hooks that do nothing by default.
 
     Attributes:
         key: key of the stage's state in checkpoints; None if it has no state.
@@ -143,14 +143,14 @@ class Stage:
     traits: Traits = _UNKNOWN
 
     def enter(self, run: Run) -> None:
-        """Receive the run, when a fit starts.
+        """Receive the run's shared objects (module, data, optimizers, …) when a fit starts.
 
         Raises:
             ConfigurationError: if the stage conflicts with the run; errors of all stages are raised together.
         """
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Receive the layout of the vectors that are exchanged from now on.
+        """Receive the layout of the vectors that clients and server exchange from now on.
 
         Args:
             space: layout of the vectors, shape (k',).
@@ -161,24 +161,24 @@ class Stage:
         """
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Approximate extra bytes that a client uploads and downloads per round because of this stage."""
+        """Return the approximate extra bytes that a client uploads and downloads per round because of this stage."""
         return 0, 0
 
     # On the server's side.
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Called when a round opens."""
+        """Called at the start of a round, with its index and the server's model."""
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return the work of the clients whose updates will arrive; others are left out."""
+        """Return the work of those clients in a cohort whose updates will arrive; leave out the others."""
         return work
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return pairs of a start and the work of the clients that begin with it."""
+        """Return groups of clients by what they download: pairs of a start (model, options) and the group's work."""
         return [(start, work)]
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates as they arrive at the server, together or one by one."""
+        """Return clients' updates as they arrive at the server after this stage, together or one by one."""
         return (upload,)
 
     def before_step(self, record: RoundRecord) -> None:
@@ -189,7 +189,7 @@ class Stage:
         """
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
-        """Return the server's descent direction, shape (k,); None to take no step."""
+        """Return the direction of the server step, given the aggregate, shape (k,); None to take no step."""
         return aggregate
 
     def stepped(self, params: Tensor) -> None:
@@ -207,7 +207,7 @@ class Stage:
     # On the clients' side, where one trains at a time.
 
     def around(self, training: LocalTraining) -> AbstractContextManager[None]:
-        """Return a context in which a client trains in the module."""
+        """Return a context manager around all that the module does for one client: local steps and new client states."""
         return _NOTHING
 
     def steps(self, training: LocalTraining) -> AbstractContextManager[None]:
@@ -217,11 +217,11 @@ class Stage:
     # In checkpoints.
 
     def state_dict(self) -> Any:
-        """Return the state for a checkpoint; called if the stage has a `key`."""
+        """Return the stage's state for a checkpoint; called if the stage has a `key`."""
         return None
 
     def check(self, state: Any) -> None:
-        """Raise if a checkpoint is of another configuration; called before anything is loaded.
+        """Raise if the stage's state in a checkpoint is of another configuration; called before anything is loaded.
 
         Args:
             state: the stage's state in the checkpoint; None if there is none.
@@ -231,11 +231,11 @@ class Stage:
         """
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Restore the state of a checkpoint, whose global model is given."""
+        """Restore the stage's state from a checkpoint; ``model`` is the checkpoint's global model."""
 
 
 class Learning(Stage):
-    """A stage that computes a client's new state from the client's update, if `learns` is true."""
+    """A stage with client states: it computes a client's new state from its update, if `learns` is true."""
 
     learns: bool = True
 
@@ -277,25 +277,25 @@ class AroundFit(Stage):
 
     @abstractmethod
     def round_ends(self, trainer: Trainer, record: RoundRecord) -> None:
-        """Called before a round's record is logged."""
+        """Called at a round's end, before its counts and metrics are logged."""
 
 
 class SpansNetwork(Stage):
     """A stage that sends data of its own between server and remote clients."""
 
     def to_sites(self) -> Mapping[str, Tensor]:
-        """Return the data that clients need in this round besides the model."""
+        """Return the data that remote clients need in this round besides the model (called at the server)."""
         return {}
 
     def from_server(self, told: Mapping[str, Tensor]) -> None:
-        """Receive the data of `to_sites`, before clients of the round train."""
+        """Receive what the server's `to_sites` returned, before the round's clients train (called at a remote site)."""
 
     def to_server(self, client: int) -> Mapping[str, Tensor]:
-        """Return the data that the server needs of a client besides its update."""
+        """Return the data that the server needs from a client besides its update (called at a remote site)."""
         return {}
 
     def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
-        """Receive the data of `to_server`, when the client's update arrives.
+        """Receive what a remote client's `to_server` returned, when its update arrives (called at the server).
 
         Raises:
             ValueError: if the data is invalid.
@@ -303,10 +303,10 @@ class SpansNetwork(Stage):
 
 
 class Stages(Iterable[Stage]):
-    """The stages of a run, in the order in which updates pass them.
+    """The stages (features) of a run, in the order in which updates pass them.
 
     Attributes:
-        having: stages that override a method, by the method's name.
+        having: for each method of `Stage`, by name, the stages that override it.
         around_fit: stages that also act when a fit starts and when an epoch ends.
     """
 
@@ -326,16 +326,16 @@ class Stages(Iterable[Stage]):
         return iter(self._stages)
 
     def first(self, kind: type[Kind]) -> Kind | None:
-        """Return the first stage of a class; None without one."""
+        """Return the run's first stage of a given class; None if it has none."""
         return next((stage for stage in self._stages if isinstance(stage, kind)), None)
 
     def around(self, stage: Stage) -> tuple[Stages, Stages]:
-        """Return the stages before a stage, and those after it."""
+        """Return the stages before a given stage, and the stages after it."""
         place = self._stages.index(stage)
         return Stages(self._stages[:place]), Stages(self._stages[place + 1 :])
 
     def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return pairs of a start, made from the server's model, and the work of the clients that begin with it."""
+        """Return groups of clients by what they download after all stages: pairs of a start and the group's work."""
         num_bytes = bytes_down(model.params, model.buffers)
         found = [(Start(model, model, num_bytes=num_bytes), work)]
         for stage in self.having["down"]:
@@ -343,14 +343,14 @@ class Stages(Iterable[Stage]):
         return found
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return an iterable over updates as they arrive at the server."""
+        """Return an iterable over clients' updates as they arrive at the server after all stages."""
         pieces: Iterable[Upload] = (upload,)
         for stage in self.having["up"]:
             pieces = chain.from_iterable(map(stage.up, pieces))
         return pieces
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
-        """Return the server's descent direction, stages in reverse order."""
+        """Pass the aggregate through all stages in reverse; return the server step's direction, None for no step."""
         gradient: Tensor | None = aggregate
         for stage in reversed(self.having["on_server"]):
             if gradient is None:
@@ -359,7 +359,7 @@ class Stages(Iterable[Stage]):
         return gradient
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Compute a client's new states from its update; return a function that stores them."""
+        """Compute a client's new state in every stage from its update; return a function that stores these states."""
         learnt = [stage.learn(update, work, start) for stage in self._learning]
 
         def remember() -> None:
@@ -375,7 +375,7 @@ def overridden(stage: Stage, *names: str) -> list[str]:
 
 
 def check_same(what: str, saved: Any, present: Any) -> None:
-    """Raise if a checkpoint was saved under another setting.
+    """Raise if a setting in a checkpoint differs from the present setting.
 
     Raises:
         ConfigurationError: with the setting and both values.

@@ -59,7 +59,7 @@ from fl_lightning.server.server import Server, as_aggregator
 def prepare(
     trainer: Trainer, module: LightningModule, options: Options, cleanup: ExitStack
 ) -> Calendar:
-    """Check the settings, and replace the batches of the fit loop by rounds; ``cleanup`` restores them.
+    """Check a fit's settings, and make its data module yield rounds instead of batches; ``cleanup`` undoes this.
 
     Raises:
         ConfigurationError: for settings that cannot be federated, all at once.
@@ -104,7 +104,7 @@ class Calendar:
 
     Args:
         trainer: the Trainer, whose data are set up.
-        options: of the federation.
+        options: the options of the federation.
 
     Raises:
         ConfigurationError: for cohorts that can never be large enough, and validation that would never run.
@@ -163,13 +163,13 @@ class Calendar:
 
     @property
     def planned_steps(self) -> int:
-        """Local steps per round for learning-rate schedules: the largest number that a client takes."""
+        """Local steps per round as learning-rate schedules count them: the largest number that a client takes."""
         return max(1, int(self.num_steps.max(initial=0)))
 
     def run_of(
         self, trainer: Trainer, options: Options, examples: DrawsBatches | None = None
     ) -> Run:
-        """Return the run of a Trainer that is about to fit."""
+        """Return the shared objects (`Run`) of the fit that a Trainer is about to begin."""
         work = LocalWork(
             options.local_steps, options.local_epochs, self.accumulate, options.seed, examples
         )
@@ -177,7 +177,7 @@ class Calendar:
 
 
 def begin(trainer: Trainer, options: Options, calendar: Calendar) -> FitRounds:
-    """Build the rounds of a fit on the module's weights and optimizer.
+    """Build the server, the stages and the clients' side of a fit from the module's weights and optimizer.
 
     Raises:
         ConfigurationError: for settings that conflict, all at once.
@@ -211,7 +211,7 @@ def check_begun(trainer: Trainer, options: Options) -> None:
 
 
 def begin_at_site(trainer: Trainer, options: Options, calendar: Calendar) -> tuple[Run, Stages]:
-    """Return the run and the stages of a site; the server aggregates its updates."""
+    """Return a remote site's run and stages: the site trains clients for a server elsewhere, which aggregates."""
     run = calendar.run_of(trainer, options)
     aggregator = run_aggregator(trainer, options.aggregator, None)
     return run, stages_of(run, options, aggregator, calendar.fleet, calendar.arrivals, None)

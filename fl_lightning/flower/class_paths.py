@@ -74,11 +74,11 @@ Place = tuple[str, ...]
 
 
 class Refused(ConfigurationError):  # noqa: N818 - says what happened
-    """Raised if a site's policy forbids something, before it is imported, built or run."""
+    """Raised if a site's policy forbids what the server asks for; nothing of it is imported, built or run."""
 
 
 def checked(configuration: Any, patterns: Sequence[str]) -> Any:
-    """Check the class names in a configuration, and return it with full class paths.
+    """Return a configuration with full class paths; raise if the site does not allow one of its classes.
 
     Args:
         configuration: nested dicts, lists and values, as read from YAML.
@@ -116,7 +116,7 @@ site. Add it to classes in site.yaml if you trust it, or leave it out.
 
 
 def named(configuration: Any) -> list[str]:
-    """Return all class paths in a configuration, also those inside longer texts, without importing them.
+    """Return all class paths in a configuration, also those inside longer texts; nothing is imported.
 
     Raises:
         Refused: if the configuration is nested too deeply, or has a path, an address or another forbidden value.
@@ -131,7 +131,7 @@ def named(configuration: Any) -> list[str]:
 
 
 def _with_full_paths(value: Any, place: Place, named: list[tuple[Place, str]]) -> Any:
-    """Replace short names of fl_lightning's classes by full paths, and check the form of a configuration.
+    """Return part of a configuration with full paths instead of short class names; refuse forbidden values.
 
     Args:
         value: part of the configuration.
@@ -201,7 +201,7 @@ def _is_option(name: str, path: str) -> bool:
 
 
 def _in_text(text: str, place: Place) -> Iterator[str]:
-    """Yield possible class paths in a text; refuse a text that is a path, a URL or a file."""
+    """Yield words of an option's text that may be class paths; refuse a text with a file path, a URL or YAML."""
     where = ".".join(place)
     if len(text) > MOST_CHARACTERS:
         raise Refused(f"{where} has {len(text)} characters, at most {MOST_CHARACTERS} are allowed")
@@ -244,7 +244,7 @@ def _exists(module: str) -> bool:
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """True if a pattern is this path or, for a public path, a package that contains it."""
+    """True if the allowed patterns contain this class path itself or, if no name in it is private, its package."""
     if path in patterns:
         return True
     is_public = not any(part.startswith("_") for part in path.split("."))
@@ -256,7 +256,7 @@ def _is_below(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_known_kind(path: str, patterns: Sequence[str]) -> bool:
-    """True if a path names a module, metric, optimizer or schedule, or a class that fl_lightning exports.
+    """True if a path names a PyTorch module, metric, optimizer or schedule class, or one that fl_lightning exports.
 
     Only allowed modules are imported. A class must be defined below an allowed package: an allowed module
     also has names that it has imported from elsewhere.
@@ -289,7 +289,7 @@ def _kinds() -> tuple[type, ...]:
 
 
 def _look_up(path: str) -> Any:
-    """Return the object at a path, which is an attribute of a module; None if there is none."""
+    """Import the module of a dotted path, and return the object there; None if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name, None)

@@ -72,7 +72,7 @@ def document_of(message: Any) -> dict[str, Any]:
 
 
 def read_document(kind: type[Message], document: Any, what: str = "it", **tensors: Any) -> Message:
-    """Convert a document to the message that `document_of` has converted.
+    """Convert an untrusted JSON document back to the message from which `document_of` made it.
 
     Args:
         kind: class of the message.
@@ -95,7 +95,7 @@ def _kinds(message: type) -> dict[str, Any]:
 
 
 def _part_of(kind: Any, value: Any) -> Any:
-    """Return the member of a union that fits a value; other annotations are returned unchanged."""
+    """Return the member of a union type that fits a value; return other types unchanged."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
     form = value is None, isinstance(value, tuple | list)
@@ -155,7 +155,7 @@ def _written(value: Any, kind: Any) -> Any:
 
 
 def _read(what: str, told: Any, kind: Any, **tensors: Any) -> Any:
-    """Convert JSON to the type of an annotation; `check_fields` checks the range."""
+    """Convert untrusted JSON to the type that a field's annotation names; `check_fields` checks the range."""
     kind = _bare(kind, told)
     origin, parts = get_origin(kind), get_args(kind)
     if is_dataclass(kind):

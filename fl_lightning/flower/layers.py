@@ -39,7 +39,7 @@ CALLBACKS, _CALIBRATION = "callbacks", ".MaskCalibration"
 
 
 def shared_part(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Part of a configuration that the server may set.
+    """Return the options of a configuration that the server may set, without those that only a site sets.
 
     Example:
         >>> shared_part({"trainer": {"max_epochs": 3, "logger": True}, "data": {}})
@@ -68,7 +68,7 @@ def _is_calibration(callback: Any) -> bool:
 
 
 def _without_file(calibration: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the mask file of a `MaskCalibration`: a site gets its first mask from the server."""
+    """Return a `MaskCalibration`'s options with a placeholder for its mask file: sites get masks from the server."""
     options = calibration.get("init_args")
     if isinstance(options, Mapping) and options.get("mask_file") is not None:
         return {**calibration, "init_args": {**options, "mask_file": FROM_SERVER}}

@@ -77,7 +77,7 @@ Category = Annotated[str, partial(check_choice, choices=CATEGORIES)]
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason that a site has no result for an order.
+    """Error at a site as the server learns of it: its category, and the id under which the site has logged it.
 
     Attributes:
         category: one of `CATEGORIES`.
@@ -98,12 +98,12 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        """Explanation for people at the server."""
+        """Sentence for people at the server: what kind of error it is, and its id in the site's log."""
         return f"{CATEGORIES[self.category]}; the site's log has more under {self.id}"
 
 
 class OrderRefused(Exception):  # noqa: N818 - nothing broke
-    """Raised if a site refuses an order.
+    """Raised at a site that refuses an order of the server.
 
     Args:
         category: category that the server is told.
@@ -116,7 +116,7 @@ class OrderRefused(Exception):  # noqa: N818 - nothing broke
 
 
 def category_of(error: BaseException) -> str:
-    """Return the category of an error: unlike the text of the error, it may leave the site.
+    """Return the category of an error, which may leave the site; the error's text may not.
 
     Example:
         >>> category_of(MemoryError()), category_of(OSError(28, "no space left on device"))
@@ -142,7 +142,7 @@ def package_version() -> str:
 
 
 def check_site(name: Any, what: str = "site") -> str:
-    """Check the name of a site, which folders and files have as well, and return it.
+    """Check the name of a site, which is also used as a file name, and return it.
 
     Example:
         >>> check_site("../etc")
@@ -183,7 +183,7 @@ def digest(content: bytes) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Message:
-    """Fields that orders and answers have in common.
+    """Fields that an order of the server and the answer of a site have in common.
 
     Attributes:
         options: further values, plain JSON.
@@ -204,12 +204,12 @@ class _Message:
         check_fields(self)
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of the message."""
+        """Return the order or answer as bytes."""
         return write(self.NAME, document_of(self), self.tensors)
 
     @classmethod
     def from_bytes(cls, content: bytes, *, limit: int) -> Self:
-        """Read a message from bytes.
+        """Read an order or answer from untrusted bytes.
 
         Args:
             content: untrusted bytes.
@@ -236,7 +236,7 @@ class _Message:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Order(_Message):
-    """Order of the server to a site.
+    """Message by which the server asks a site to do something, such as to train or evaluate clients.
 
     Attributes:
         kind: ``hello`` begins a run and asks for facts about the site, ``calibrate`` asks for scores or
@@ -283,7 +283,7 @@ class Order(_Message):
 
 
 def is_stage_tensor(name: str) -> bool:
-    """True if a tensor's name is ``stage/<key>/<name>``.
+    """True if a message's tensor belongs to a stage of the run, by its name ``stage/<key>/<name>``.
 
     Example:
         >>> is_stage_tensor("stage/corrector/layers.0.weight"), is_stage_tensor("stage/corrector")
@@ -300,7 +300,7 @@ def _check_steps(what: str, steps: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientAnswer:
-    """One client's part of an answer.
+    """One client's part of a site's answer: its counts, metrics and facts, or why it failed.
 
     Attributes:
         client: global id of the client.
@@ -339,7 +339,7 @@ class ClientAnswer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer(_Message):
-    """Answer of a site to an order.
+    """Message by which a site answers an order of the server: its clients' results, or a failure.
 
     Attributes:
         site: name of the site.

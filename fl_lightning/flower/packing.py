@@ -41,7 +41,7 @@ _UNCHANGED = Broadcast((), seed=0)
 
 
 class Packing:
-    """Converts the updates and models of a run to bytes, and back.
+    """Converts the updates and global models that are sent in a run to bytes, and back.
 
     Args:
         transport: compression of updates and models.
@@ -67,7 +67,7 @@ class Packing:
         return torch.empty(self._space.size, dtype=self._space.dtype, device="meta")
 
     def update(self, update: ClientUpdate, round_index: int) -> tuple[Tensor, float]:
-        """Return the bytes of an update, uint8 of shape (n,), and the relative error of its compression.
+        """Return the bytes of a client's update, uint8 of shape (n,), and the relative error of its compression.
 
         With error feedback, the client keeps the error until its next round.
         """
@@ -92,7 +92,7 @@ class Packing:
         round_index: int,
         active: Tensor | None = None,
     ) -> ClientUpdate:
-        """Decode the update of a client.
+        """Decode a client's update from its bytes.
 
         Args:
             data: bytes of the update, uint8 of shape (n,).
@@ -129,7 +129,7 @@ class Packing:
         return update
 
     def model(self, model: GlobalModel, round_index: int, *, whole: bool = False) -> Tensor:
-        """Return the bytes of a model, uint8 of shape (n,), compressed as configured unless ``whole``."""
+        """Return the bytes of the global model, uint8 of shape (n,), compressed as configured unless ``whole``."""
         broadcast = _UNCHANGED if whole else self._broadcast
         payload = broadcast.send(model.params, model.buffers, round_index).payload
         message = Message(
@@ -144,7 +144,7 @@ class Packing:
         return as_tensor(encode(message))
 
     def opened_model(self, data: Tensor, round_index: int, *, whole: bool = False) -> GlobalModel:
-        """Decode the bytes of `model`, such as the model from which the clients of a round start.
+        """Decode a global model from the bytes that `model` has returned.
 
         Raises:
             MessageError: for bytes that are not one of this round and this space.
@@ -186,7 +186,7 @@ _MODEL, _MASK = "stage/model/", "stage/mask/file"
 
 
 def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module as tensors of an order.
+    """Return a module's parameters and buffers as tensors to send in an order, by prefixed name.
 
     Args:
         module: module of the server.
@@ -200,7 +200,7 @@ def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str,
 
 
 def copy_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of `model_tensors` into a module.
+    """Copy parameters and buffers, named as `model_tensors` names them, into a module.
 
     Raises:
         OrderRefused: if the module has no tensors of these names and shapes; then nothing is copied.
@@ -219,7 +219,7 @@ def copy_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 class RunMask(NamedTuple):
-    """A mask of a run.
+    """A mask of trainable entries, with its number among the masks of the run.
 
     Attributes:
         mask: the mask.
@@ -235,12 +235,12 @@ class RunMask(NamedTuple):
 
 
 def mask_tensors(mask: RunMask) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a mask as options and tensors of an order."""
+    """Return a mask in the form in which an order carries it: options and tensors."""
     return {"mask_number": mask.number}, {_MASK: as_tensor(mask.mask.to_bytes())}
 
 
 def mask_of(order: Order) -> RunMask | None:
-    """Read the mask of an order; None if the order has none.
+    """Read the mask that an order carries; None if it carries none.
 
     Raises:
         OrderRefused: if `mask_tensors` cannot have written it.
@@ -259,7 +259,7 @@ SUMS, VALUES = "stage/sums/", "stage/values/"
 
 
 def examples_of(order: Order) -> dict[int, int]:
-    """Return the number of examples of each client of an order to calibrate."""
+    """Return how many examples each client uses for a calibration, from the order that asks for it."""
     told = dict(order.options["examples"])
     return {client: told[client] for client in order.clients}
 
@@ -279,7 +279,7 @@ _PREFIX = "stage/metrics/"
 
 
 def metric_tensors(metrics: LoggedMetrics) -> dict[str, Tensor]:
-    """Return the states of torchmetrics objects as tensors of an answer."""
+    """Return the states of logged torchmetrics objects as tensors of a site's answer, by prefixed name."""
     return {
         f"{_PREFIX}{place}/{name}": tensor.detach().cpu()
         for place, state in metrics.states.items()
@@ -315,7 +315,7 @@ def pop_metrics(
 
 
 def read_metrics(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> LoggedMetrics:
-    """Read the states of a site's torchmetrics objects.
+    """Read the states of torchmetrics objects from a site's answer; raise if the module has no such objects.
 
     Raises:
         ValueError: if they do not fit the objects of the module.
@@ -360,20 +360,20 @@ def _texts(entry: Any) -> tuple[str, str, str]:
 
 @runtime_checkable
 class Recalibrates(Protocol):
-    """Interface of a module that computes statistics for evaluations from sums over clients' examples."""
+    """Interface of a module that computes batch norm statistics for evaluations from sums over clients' examples."""
 
     @property
     def recomputed(self) -> Collection[str]:
-        """Names of the buffers with such statistics, in which server and sites may differ."""
+        """Names of the buffers with computed statistics, whose values may differ between server and sites."""
 
     def client_sums(self, counts: Mapping[int, int]) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the sums of clients, given their numbers of examples, in this order."""
+        """Yield each client's sums for the statistics, over ``counts[client]`` examples, in the order of ``counts``."""
 
     def statistics(self) -> Mapping[str, Tensor]:
-        """Return the sums that evaluations use."""
+        """Return the sums over clients' examples from which evaluations compute the statistics."""
 
     def use_statistics(self, told: Mapping[str, Tensor]) -> None:
-        """Use the sums of `statistics` in the next evaluation."""
+        """Use the sums that `statistics` has returned, perhaps at the server, in the next evaluation."""
 
 
 def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
@@ -383,7 +383,7 @@ def constants_digest(module: nn.Module, local: LocalTrainer) -> str:
 
     Args:
         module: module that trains.
-        local: knows which tensors are sent, and which are personal.
+        local: trains clients, and has the names of tensors that are sent or personal.
     """
     recomputed = module.recomputed if isinstance(module, Recalibrates) else ()
     sent = (local.space, local.buffers, local.personal)

@@ -104,7 +104,7 @@ def _check_pattern(what: str, pattern: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Policy of a site: its clients and its permissions.
+    """Policy of a site, from its ``site.yaml``: its clients, and what it permits the server.
 
     Attributes:
         name: name of the site.
@@ -167,7 +167,7 @@ class Policy:
 
     @property
     def private_key(self) -> Ed25519PrivateKey | None:
-        """Key that signs the site's messages; None without one."""
+        """Private key that signs the site's messages in secure sums; None if the site has no key."""
         if self.signing_key is None:
             return None
         # not above: without a key a site needs no cryptography
@@ -177,13 +177,13 @@ class Policy:
 
     @property
     def public_key(self) -> str:
-        """Public half of the signing key, 64 hexadecimal digits; empty without a key."""
+        """Public half of the signing key, 64 hexadecimal digits; empty if the site has no key."""
         key = self.private_key
         return "" if key is None else key.public_key().public_bytes_raw().hex()
 
     @property
     def sum_key_fingerprint(self) -> str:
-        """Fingerprint of the `sum_key`, which is equal for equal keys; empty without a key."""
+        """Hash that shows whether two sites have the same `sum_key`; empty if the site has no key."""
         if self.sum_key is None:
             return ""
         from fl_lightning.flower.sums import SumKey
@@ -193,7 +193,7 @@ class Policy:
     def site_configuration(
         self, shared: Mapping[str, Any], own: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the configuration that the site trains with: its own options over the server's.
+        """Return the configuration that the site trains with: the server's options, overridden by the site's own.
 
         Options that only the site sets, see `fl_lightning.flower.layers`, are dropped from the server's
         configuration, and the rest is checked. The site's own options are trusted.
@@ -236,7 +236,7 @@ class Policy:
             )
 
     def check_unprotected(self, what: str) -> None:
-        """Raise if clients have a privacy budget, before results without their noise are released.
+        """Raise if the site has a privacy budget, which forbids results without the site's own noise.
 
         Args:
             what: name of the results, for the error.
@@ -251,7 +251,7 @@ class Policy:
             )
 
     def check_clients(self, asked: tuple[int, ...]) -> None:
-        """Raise if a client is not at this site.
+        """Raise if the server names a client that is not at this site.
 
         Raises:
             Refused: naming the clients.
@@ -264,7 +264,7 @@ class Policy:
 
 
 def check_most(what: str, number: Any, most: float) -> None:
-    """Raise if a number from the server, or a text of digits, is above a limit of the site."""
+    """Raise if a number in the server's configuration, perhaps as text, is above the site's limit."""
     try:
         given = float(number or 0)
     except (TypeError, ValueError):
@@ -297,7 +297,7 @@ def read_policy(path: str | Path) -> Policy:
 
 
 def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Convert the values of a file to the types of `Policy`, which checks values of other types."""
+    """Convert the values of a policy file, as YAML gives them, to the types of `Policy`'s fields."""
     found = dict(given)
     found["clients"] = _table(found["clients"])
     for name in ("socket", "memory", "signing_key", "sum_key"):
@@ -312,7 +312,7 @@ def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _table(clients: Any) -> Any:
-    """Return the position of each client by global id; in a list, positions are in order."""
+    """Return each client's position in the site's data by its global id; a list gives positions 0, 1, 2, …."""
     if not isinstance(clients, list):
         return clients
     names = [client if isinstance(client, int) else str(client) for client in clients]

@@ -41,11 +41,11 @@ TRAINED_ON = "trained_on"  # a rule of a sum, beside those of `rules_of`
 
 @dataclass(frozen=True)
 class SecureStage:
-    """Options of an order of a secure sum.
+    """Options of an order that asks a site for one stage of the secure-sum protocol.
 
     Attributes:
         stage: number of the `ProtocolStage`.
-        session: session of the protocol.
+        session: settings of the secure sum.
         clients: global id of each client, in the order of their places in the session.
         sites: name of the site of each client.
 
@@ -67,7 +67,7 @@ class SecureStage:
             )
 
     def directory(self, keys: Mapping[str, bytes]) -> dict[int, bytes]:
-        """Return the public keys of clients by place, from those of sites."""
+        """Return each client's public signing key, which is its site's, by the client's place in the session."""
         return {at: keys.get(site, b"") for at, site in enumerate(self.sites)}
 
 
@@ -77,7 +77,7 @@ def rules_of(secure_sum: SecureSum) -> dict[str, Any]:
 
 
 def trained_on(order: Order) -> str:
-    """Return the SHA-256 of run, round, configuration, model and options that clients train with.
+    """Return the SHA-256 of all that clients train with: an order's run, round, configuration, options and model.
 
     Every hidden sum is bound to this hash: vectors that were trained with different orders cannot be added.
     Else a server could have all clients but one train nothing, and read the update of that one.
@@ -89,7 +89,7 @@ def trained_on(order: Order) -> str:
 
 
 def session_by(rules: Mapping[str, Any], given: Session) -> Session:
-    """Return the session that a site derives from its own rules; an honest server sends an equal one.
+    """Return a secure sum's `Session` as the site's own options require it; an honest server sends an equal one.
 
     A server that chose thresholds, signatures or neighbours itself could read more than sums.
 
@@ -118,7 +118,7 @@ def session_by(rules: Mapping[str, Any], given: Session) -> Session:
 
 @dataclass(frozen=True)
 class EncryptedStage:
-    """Options of an order of an encrypted sum; a site knows the parameters of CKKS from its configuration.
+    """Options of an order that asks a site for one step of an encrypted sum: make a key, encrypt, or decrypt.
 
     Attributes:
         stage: ``key``: make the key of the run; ``encrypt``: send encrypted vectors; ``open``: decrypt the sum.
@@ -137,7 +137,7 @@ class EncryptedStage:
 
 
 def stage_of(order: Order) -> SecureStage | EncryptedStage:
-    """Read the stage of a hidden sum from an order.
+    """Read which stage of a secure or encrypted sum an order asks for.
 
     Raises:
         ValueError: if the options of the order describe no stage.
@@ -151,7 +151,7 @@ _NONCE_SIZE = 12
 
 
 class SumKey:
-    """The key that all sites of a network share.
+    """Secret key that all sites share and the server lacks; it encrypts the CKKS key of each run.
 
     Args:
         file: file with 32 bytes.
@@ -171,7 +171,7 @@ class SumKey:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that are equal for equal keys, and do not reveal the key."""
+        """Hash of the shared key, 16 hexadecimal digits: equal for equal keys, while the key stays secret."""
         return self._part(b"fingerprint")[:8].hex()
 
     def new_run_key(self, run: str, parameters: CKKSParameters) -> bytes:
@@ -181,7 +181,7 @@ class SumKey:
         return nonce + self._cipher().encrypt(nonce, secret, _about(run, parameters))
 
     def run_key(self, sealed: bytes, run: str, parameters: CKKSParameters) -> CKKSKeys:
-        """Decrypt the CKKS key of a run.
+        """Decrypt a run's CKKS key, which a site with the same shared key has made by `new_run_key`.
 
         Raises:
             ValueError: if no site with the shared key has encrypted it for this run.
@@ -214,7 +214,7 @@ _ADVICE = (
 
 
 def check_encrypted(sites: Mapping[str, SiteFacts], agreed: EncryptedSum, size: int) -> None:
-    """Raise if sites do not share a sum key, or accept no orders as large as an encrypted sum.
+    """Raise if sites have different sum keys or none, or if an encrypted sum is larger than orders they accept.
 
     Args:
         sites: facts about each site.

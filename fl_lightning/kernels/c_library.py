@@ -1,7 +1,7 @@
-"""Compiles and loads the C files of this room, on the machine that runs them.
+"""Compiles and loads the C files of this package, on the machine that runs them.
 
 They contain the few loops that PyTorch and NumPy lack and that are several times slower without C. The
-system's C compiler needs a fraction of a second, once; the library stays in the user's cache folder.
+system's C compiler needs a fraction of a second, once; libraries are stored in the user's cache folder.
 Callers have a fallback for systems without a compiler.
 """
 
@@ -49,21 +49,21 @@ def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | 
         if not path.exists():
             _compile([*compiler, *flags, str(source)], path)
         return ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # the second: nobody's home
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # the second: no home folder
         return None
 
 
 def c_libraries(sources: Iterable[tuple[Path, tuple[str, ...]]]) -> list[ctypes.CDLL | None]:
-    """Compile and load several C files with their flags, in parallel."""
+    """Compile and load several C files in parallel, each with its flags."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(c_library, *zip(*sources, strict=True)))
 
 
 @cache
 def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: Any) -> Any:
-    """Look up a function of a compiled C file, and declare its argument types.
+    """Return a function of a compiled C file, callable from Python with declared argument types.
 
-    A call with declared types takes plain numbers, and a third of the time.
+    With declared types a call accepts plain numbers and takes a third of the time.
 
     Args:
         source: see `c_library`.
@@ -80,7 +80,7 @@ def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: An
 
 @cache
 def vector_flags(count: int) -> tuple[str, ...]:
-    """Compiler flags that set ``LANES``, the float32 numbers per vector, for loops over ``count``.
+    """Return compiler flags that set ``LANES``, the float32 numbers per vector register, for loops over ``count``.
 
     ``LANES`` is 16 if the processor has vectors of 512 bits and ``count`` is above 8, else 8.
     """
@@ -89,7 +89,7 @@ def vector_flags(count: int) -> tuple[str, ...]:
 
 
 def _flags() -> list[str] | None:
-    """Compiler options for this processor; None if it is not supported."""
+    """Return compiler options for this processor; None if the C files do not support it."""
     flags = ["-O3", "-std=c11", "-ffp-contract=off", "-shared", "-fPIC"]
     if platform.machine() in ("x86_64", "AMD64"):
         has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -106,7 +106,7 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Folder of this package in the user's cache folder; it may not exist yet.
+    """Return the folder of this package in the user's cache folder; it may not exist yet.
 
     Example:
         >>> cache_folder().name

@@ -30,7 +30,7 @@ def operator(
     *gradients: Callable[..., Tensor | None] | None,
     joint: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> Callable[..., Any]:
-    """Register an operator with gradients of any order.
+    """Register a C function as a PyTorch operator, with gradients of any order.
 
     Args:
         schema: name and arguments in the syntax of `torch.library`: tensors first, then numbers.
@@ -47,7 +47,7 @@ def operator(
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, compute, "CPU")
     torch.library.register_fake(f"fl_lightning::{name}", fake, lib=_LIBRARY)
-    # autocast would have what an operator leaves to PyTorch's computed in another precision
+    # otherwise autocast would compute parts in another precision, where an operator calls PyTorch's own
     torch.library.register_autocast(f"fl_lightning::{name}", "cpu", torch.float32, lib=_LIBRARY)
     function: Callable[..., Any] = getattr(torch.ops.fl_lightning, name)
     torch.library.register_vmap(f"fl_lightning::{name}", rule(function), lib=_LIBRARY)
@@ -60,7 +60,7 @@ def _differentiable(
     gradients: Sequence[Callable[..., Tensor | None] | None],
     joint: Callable[..., Sequence[Tensor | None]] | None,
 ) -> Callable[..., Any]:
-    """Add gradients to a registered operator, see `operator`."""
+    """Return a registered operator with autograd support, see `operator`."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -102,7 +102,7 @@ def _differentiable(
 
 
 def along_first_axis(function: Callable[..., Any]) -> VmapRule:
-    """`vmap` rule for an operator that treats entries along the first axis independently."""
+    """Return the `vmap` rule of an operator that handles each entry of the first axis separately."""
 
     def rule(info: Any, axes: Any, *arguments: Any) -> tuple[Any, Any]:
         pairs = zip(arguments, axes, strict=True)
@@ -116,7 +116,7 @@ def along_first_axis(function: Callable[..., Any]) -> VmapRule:
 
 
 def along_first_or_second_axis(function: Callable[..., Any]) -> VmapRule:
-    """`vmap` rule of an operator (clients, examples, …), (clients, …), … -> (clients, examples, …).
+    """Return the `vmap` rule of an operator on tensors of shape (clients, examples, …).
 
     The mapped axis is merged into the axis over clients; if only the first argument has it, into the
     axis over examples: one large product instead of many small ones.
@@ -135,7 +135,7 @@ def along_first_or_second_axis(function: Callable[..., Any]) -> VmapRule:
 
 
 def joined(argument: Any, axis: int | None, size: int, place: int = 0) -> Any:
-    """Merge the mapped axis of `vmap` into the first axis of an argument.
+    """Merge the axis that `vmap` maps over into the first axis of an argument.
 
     Args:
         argument: a tensor; other arguments are returned unchanged.

@@ -56,7 +56,7 @@ _BIASED_TYPES = (ctypes.c_void_p, *_TYPES)
 
 @cache
 def flags(count: int) -> tuple[str, ...]:
-    """Compiler flags for loops over a number of contiguous values.
+    """Return compiler flags for C loops over ``count`` contiguous values.
 
     This is the number of output channels, or, for some results, a kernel row times the input channels.
     """
@@ -64,7 +64,7 @@ def flags(count: int) -> tuple[str, ...]:
 
 
 def may_be_winograd(tall: int, wide: int, channels: int, out: int) -> bool:
-    """True if a convolution with these weights may use Winograd's algorithm, given enough images.
+    """True if a convolution of this kernel size and channels may use Winograd's algorithm, given enough images.
 
     Example:
         >>> may_be_winograd(3, 3, 16, 64), may_be_winograd(3, 3, 3, 64), may_be_winograd(1, 1, 16, 64)
@@ -111,7 +111,7 @@ def _run(
     *more: int | None,
     sizes: tuple[torch.Size, torch.Size],
 ) -> Tensor:
-    """Compute a convolution, or one of its gradients, by the C library from two factors."""
+    """Call the C library for a convolution or one of its gradients, given its two factors."""
     (clients, count, height, width, _), (_, out, channels, tall, wide) = sizes
     one, other = one.contiguous(), other.contiguous()
     pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr(), *more)
@@ -146,7 +146,7 @@ def _gradients(v: Tensor, x: Tensor, w: Tensor, *wanted: bool) -> tuple[Tensor, 
     return (
         _convolve_images(_split(v, w), w).view(_image_shape(v, w)) if of_images else _nothing(v),
         _convolve_weights(v, _split(x, v)) if of_weights else _nothing(v),
-        # PyTorch's own, which a compiler's own loop takes several times as long for
+        # by PyTorch, which is several times as fast as a loop of the graph's compiler
         v.sum((1, 2, 3)) if of_bias else _nothing(v),
     )
 
@@ -158,7 +158,7 @@ def _gradients_like(v: Tensor, x: Tensor, w: Tensor, *wanted: bool) -> tuple[Ten
 
 
 def _split(values: Tensor, like: Tensor) -> Tensor:
-    """Split the first axis of a tensor into the first two axes of another tensor."""
+    """Regroup the first two axes of a tensor so that the first is as long as that of ``like``."""
     return values.reshape(len(like), -1, *values.shape[2:])
 
 
@@ -167,13 +167,13 @@ def _nothing(v: Tensor) -> Tensor:
 
 
 def _rule_of_gradients(function: Callable[..., Any]) -> VmapRule:
-    """`vmap` rule for gradients: weights shared by all stay shared, see `convolve_gradients`."""
+    """Return the `vmap` rule of `convolve_gradients`; it does not copy weights that all clients share."""
 
     def rule(info: Any, axes: Any, v: Tensor, x: Tensor, *others: Any) -> tuple[Any, Any]:
         size = info.batch_size
         if axes[2] is None and None not in axes[:2]:
             slopes = joined(v, axes[0], size, place=1)
-            # as `along_first_or_second_axis` has them: a compiled graph writes them once for both
+            # laid out as in `along_first_or_second_axis`, so that a compiled graph writes them only once
             images = x.movedim(axes[1], 1).flatten(1, 2)
             if len(slopes) == len(images) * size:  # in one order
                 found = function(slopes, images, *others)
@@ -184,7 +184,7 @@ def _rule_of_gradients(function: Callable[..., Any]) -> VmapRule:
 
 
 def _joint(wanted: Sequence[bool], v: Tensor, x: Tensor, w: Tensor, *_: Tensor) -> list[Any]:
-    """Gradients of a convolution's images and weights, and of its bias if it has one."""
+    """Return a convolution's gradients for images, weights and any bias; None for those not required."""
     found = convolve_gradients(v, x, w, *(*wanted, False)[:3])
     return [slope if needed else None for slope, needed in zip(found, wanted, strict=False)]
 
@@ -230,9 +230,9 @@ convolve_and_add: Callable[..., Tensor] = operator(
     along_first_or_second_axis,
     joint=_joint,
 )
-# In one operator, because a compiled graph writes out what is computed entry by entry, such as the slope
-# of a ReLU, once for each that it is given to. The gradients are those of each client in v. Neighbours may
-# share weights, of which there are fewer then, and images may be split among fewer clients or more.
+# One operator for all gradients: as several operators, a compiled graph would compute their input, e.g. the
+# gradient of a ReLU, once for each. Gradients are those of each client in v. Neighbouring clients may share
+# weights, of which there are fewer then, and images may be split among fewer or more clients.
 convolve_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = operator(
     "convolve_gradients(Tensor gradients, Tensor images, Tensor weights, "
     "bool of_images, bool of_weights, bool of_bias) -> (Tensor, Tensor, Tensor)",

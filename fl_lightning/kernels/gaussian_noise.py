@@ -48,7 +48,7 @@ _SOURCE = Path(__file__).parent / "c" / "rounded_gaussian.c"
 
 
 def rounded_gaussian(stddev: float, size: int, draw: Draw) -> Integers:
-    """Draw rounded normal numbers, int64 of shape (size,).
+    """Draw normal numbers with standard deviation σ, exactly rounded to integers: int64, shape (size,).
 
     Args:
         stddev: σ of the normal numbers, in [2⁸, 2⁵²].
@@ -84,7 +84,7 @@ def _fill(numbers: Integers, strips: _Strips, draw: Draw) -> None:
 
 
 def _try(numbers: Integers, strips: _Strips, draw: Draw) -> Integers:
-    """Fill in samples, and return the indices of rejected ones."""
+    """Draw candidate samples into ``numbers``, and return the indices of those rejected."""
     count = len(numbers)
     words = draw(2 * count)
     choices, places = words[:count], words[count:]
@@ -95,7 +95,7 @@ def _try(numbers: Integers, strips: _Strips, draw: Draw) -> Integers:
 def _first_pass(
     numbers: Integers, strips: _Strips, choices: Words, places: Words
 ) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Fill in samples; returns indices of undecided ones, and a mask of those with open strips."""
+    """Draw samples; return the indices still to be decided, and a mask of those whose strip is undecided too."""
     if c_library(_SOURCE) is None:
         return first_pass(numbers, strips, choices, places)
     count = len(choices)
@@ -121,7 +121,7 @@ def _first_pass(
 def first_pass(
     numbers: Integers, strips: _Strips, choices: Words, places: Words
 ) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """NumPy version of the C file, bit-identical, for systems without a compiler."""
+    """NumPy version of the C function `first_pass`, bit-identical, for systems without a C compiler."""
     choice, ends = choices >> np.uint64(1), strips.ends
     strip = np.searchsorted(ends, choice, side="right")
     open_strip = strip == len(ends)
@@ -140,7 +140,7 @@ def _place(places: Words) -> Words:
 
 
 def _numbers(strips: _Strips, strip: Integers, place: Words, choices: Words) -> Integers:
-    """Combine strip, position in the strip and sign to integers, rounded to nearest."""
+    """Compute samples from their strip, position in the strip and sign, rounded to integers."""
     inside = (place >> np.uint64(_PLACE_BITS - 1 - strips.shift)) + np.uint64(1) >> np.uint64(1)
     magnitude = (strip.astype(np.int64) << strips.shift) + inside.astype(np.int64)
     sign = 1 - 2 * (choices & np.uint64(1)).astype(np.int64)
@@ -157,7 +157,7 @@ def _accepted(
     has_open_strip: npt.NDArray[np.bool_],
     draw: Draw,
 ) -> npt.NDArray[np.bool_]:
-    """Decide the undecided samples: find open strips, and return a mask of accepted samples."""
+    """Return a mask of accepted samples, among those that the first pass left undecided."""
     strip = np.searchsorted(strips.ends, choices[which] >> np.uint64(1), side="right")
     for at in np.flatnonzero(has_open_strip):
         strip[at] = strips.strip_of(int(choices[which[at]] >> np.uint64(1)), draw)
@@ -176,7 +176,7 @@ def _accepted(
 
 @dataclass(frozen=True, eq=False)
 class _Strips:
-    """Table of strips for one standard deviation.
+    """Intervals of equal width (strips) from which rejection sampling draws, with their probabilities, for one σ.
 
     Attributes:
         width: width w of a strip in standard deviations.
@@ -192,11 +192,11 @@ class _Strips:
 
     @property
     def curve(self) -> float:
-        """w²/2, rounded up so that the first pass never accepts wrongly."""
+        """w²/2 for strips of width w, rounded up so that the first pass never accepts wrongly."""
         return float(self.width**2 / 2) * (1 + 2.0**-40)
 
     def strip_of(self, choice: int, draw: Draw) -> int:
-        """Strip selected by 63 random bits, and by more bits if needed."""
+        """Return the strip that 63 random bits select; draws more bits where 63 do not decide."""
         bits = 63
         while True:
             choice, bits = (choice << 64) + int(draw(1)[0]), bits + 64
@@ -205,7 +205,7 @@ class _Strips:
                 return found
 
     def _strip_between(self, choice: int, bits: int) -> int | None:
-        """Strip that contains all numbers in [0, 1) with these first bits; None if there are several."""
+        """Return the only strip that these first bits of a uniform number allow; None if they allow several."""
         with localcontext() as context:
             context.prec = bits // 3 + 30
             masses = _masses(self.width, Decimal(2) ** -(bits + 40))
@@ -219,7 +219,7 @@ class _Strips:
         return None
 
     def is_accepted(self, strip: int, place: int, coin: int, draw: Draw) -> bool:
-        """True if a uniform number is below the acceptance probability at a place.
+        """Return whether a uniform number is below the acceptance probability at a place in a strip.
 
         Args:
             strip: b.
@@ -251,7 +251,7 @@ def _decimal(value: Fraction) -> Decimal:
 
 
 def _masses(width: Fraction, least: Decimal) -> list[Decimal]:
-    """Values exp(-(b w)²/2) for b = 0, 1, …, down to ``least``, in the current decimal precision."""
+    """Return the strips' unnormalised probabilities exp(-(b w)²/2) for b = 0, 1, …, down to ``least``."""
     ratio = (-_decimal(width**2) / 2).exp()
     square, factor, mass, masses = ratio * ratio, ratio, Decimal(1), []
     while mass >= least:

@@ -39,7 +39,7 @@ Forwards = Mapping[nn.Module, Callable[[Tensor], Tensor]]
 
 @contextmanager
 def other_forwards(forwards: Forwards) -> Iterator[None]:
-    """Replace the forward passes of layers while the block runs.
+    """Replace the ``forward`` of some layers while the block runs.
 
     Example:
         >>> layer = nn.Identity()
@@ -59,7 +59,7 @@ def other_forwards(forwards: Forwards) -> Iterator[None]:
 
 
 def reason_against_direct_layers(module: nn.Module) -> str | None:
-    """Reason why no layer of a module can use the operators; None if some layer can.
+    """Return why no layer of a module can use the C operators; None if some layer can.
 
     Example:
         >>> reason_against_direct_layers(nn.Linear(20, 2, dtype=torch.float64))
@@ -79,7 +79,7 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
 def direct_layers(
     module: nn.Module, *, viewable: bool = False
 ) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
-    """Forward passes by C operators, for the layers that support them.
+    """Return forward passes by C operators, for the layers that support them.
 
     Each replaces its layer's ``forward``, also in `torch.func`'s transforms and in compiled graphs. In an
     `nn.Sequential`, a ReLU before a max-pooling runs after it, on fewer numbers; results and gradients are
@@ -120,7 +120,7 @@ def direct_layers(
 
 
 def _sources(layer: nn.Module) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield the C files that compute a layer, each with its flags."""
+    """Yield the C files (with compiler flags) that a layer needs."""
     if _is_convolution(layer):
         tall, wide = layer.kernel_size
         for count in layer.out_channels, wide * layer.in_channels:
@@ -174,7 +174,7 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _is_usual(value: Tensor) -> bool:
-    """True if the operators accept a tensor: float32, or autocast's dtype under autocast."""
+    """True if the C operators accept a tensor: on the CPU, float32 or autocast's dtype under autocast."""
     if value.device.type != "cpu":
         return False
     if value.dtype == torch.float32:
@@ -232,7 +232,7 @@ def _poolings_first(layers: nn.Sequential) -> list[nn.Module]:
 
 
 def _steps(layers: list[nn.Module]) -> Sequence[Callable[[Tensor], Tensor]]:
-    """Pair layers with their faster forward passes; results stay channels last if the next layers accept that."""
+    """Return faster forward passes of consecutive layers; results stay channels last where the next layers allow."""
     steps: list[Callable[[Tensor], Tensor]] = list(layers)
     for place, layer in enumerate(layers):
         if not _take_channels_last(layers[place + 1 :]):
@@ -245,7 +245,7 @@ def _steps(layers: list[nn.Module]) -> Sequence[Callable[[Tensor], Tensor]]:
 
 
 def _take_channels_last(layers: Sequence[nn.Module]) -> bool:
-    """True if the layers' results do not depend on the memory layout of their input."""
+    """True if these layers accept input with channels last: their results do not depend on its memory layout."""
     for layer in layers:
         if _is_watched(layer):
             return False
@@ -272,7 +272,7 @@ def _is_watched(*layers: nn.Module) -> bool:
 def _unless_watched(
     layer: nn.Module, forward: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Forward pass that falls back to the layer's own if the layer has hooks."""
+    """Return a forward pass that calls the layer itself if it has hooks, and else ``forward``."""
     return lambda value: layer(value) if _is_watched(layer) else forward(value)
 
 

@@ -30,17 +30,14 @@ _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)
 
 @cache
 def flags(num_inputs: int) -> tuple[str, ...]:
-    """Compiler flags for a number of inputs, which must fill at least one vector."""
+    """Return compiler flags for C loops over ``num_inputs`` inputs of a linear layer."""
     # -O3 would take twice as long to compile, and make nothing faster
     return ("-ffp-contract=fast", "-O2", *vector_flags(num_inputs if num_inputs >= 16 else 8))
 
 
 @cache
 def _has_own_products() -> bool:
-    """True if PyTorch uses the matrix library of the processor's maker, whose products are faster.
-
-    They are not faster if weights are read along their rows and the rows fill a cache.
-    """
+    """True if PyTorch uses Intel's matrix library, which computes gradients of inputs faster than the C file."""
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # of newer versions
     is_intel = str(capabilities.get("cpu_name", "")).startswith("Intel")
     return is_intel and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -74,7 +71,7 @@ def _dense_weights(gradients: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _run(name: str, result: Tensor, one: Tensor, other: Tensor, *sizes: int) -> Tensor:
-    """Compute a result from two factors by the C library."""
+    """Call the C library for a product of two matrices per client."""
     one, other = one.contiguous(), other.contiguous()
     function = c_function(SOURCE, flags(sizes[2]), name, *_TYPES)
     function(result.data_ptr(), one.data_ptr(), other.data_ptr(), *sizes)

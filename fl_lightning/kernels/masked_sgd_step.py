@@ -26,7 +26,7 @@ _TYPES = (*[ctypes.c_void_p] * 4, ctypes.c_int64, *_NUMBERS, _FLAG, _FLAG)
 def sgd_in_one_pass(
     param: Tensor, active: Tensor, buffer: Tensor | None, group: dict[str, Any]
 ) -> bool:
-    """Update the active entries of a parameter as `torch.optim.SGD` would.
+    """Move the trainable entries of a masked parameter by one step, as `torch.optim.SGD` would.
 
     Results are bit-identical to PyTorch's, but for the last entries of a tensor that do not fill a
     register: PyTorch rounds these once more.
@@ -71,7 +71,7 @@ def sgd_in_one_pass(
 
 
 def _fit(param: Tensor, grad: Tensor, active: Tensor, buffer: Tensor | None) -> bool:
-    """True if the kernel supports the layout and dtype of every tensor."""
+    """True if the C function supports the memory layout and dtype of all these tensors."""
     size, count = param.numel(), active.numel()
     return (
         _is_plain(param)

@@ -1,6 +1,6 @@
 """Random rounding and random indices in one pass over memory: `random_rounding.c`, see `c_library`.
 
-PyTorch and NumPy need several passes, and draw one number at a time. Draws here are bit-identical.
+PyTorch and NumPy need several passes, and draw one number at a time. Results are bit-identical to theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLAGS = ("-fno-math-errno", "-fno-trapping-math")  # else it rounds one number 
 
 
 def rounds_in_one_pass(values: Tensor) -> bool:
-    """True if this file's functions support a tensor: float32 on a CPU, with a C compiler."""
+    """True if the C functions of this file support a tensor: float32 on a CPU, with a C compiler."""
     is_plain = values.is_cpu and values.dtype == torch.float32
     return is_plain and c_library(SOURCE, _FLAGS) is not None
 
@@ -50,7 +50,7 @@ def rounded_at_random(
 
 
 def places_from(values: Tensor, least: Tensor) -> Tensor:
-    """Indices of the numbers that are at least a bound, in increasing order.
+    """Return the increasing indices of the numbers that are ≥ ``least``.
 
     Example:
         >>> places_from(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([2.0]))
@@ -64,7 +64,7 @@ def places_from(values: Tensor, least: Tensor) -> Tensor:
 
 
 def keys_below(seed: int, size: int, bound: int) -> tuple[Integers, Words]:
-    """Indices and values of the words up to a bound, among the next words of NumPy's PCG64.
+    """Draw ``size`` words from NumPy's PCG64; return indices and values of those that are ≤ ``bound``.
 
     Example:
         >>> places, keys = keys_below(0, 1000, 2**63)
@@ -85,7 +85,7 @@ def keys_below(seed: int, size: int, bound: int) -> tuple[Integers, Words]:
 
 
 def _run(name: str, *arguments: Tensor | float) -> int:
-    """Call a C function whose arguments are pointers, 64-bit integers and float32 numbers."""
+    """Call a C function with pointers, 64-bit integers and float32 numbers as arguments."""
     kinds = {Tensor: ctypes.c_void_p, float: ctypes.c_float}
     types = [kinds.get(type(argument), ctypes.c_int64) for argument in arguments]
     function = c_function(SOURCE, _FLAGS, name, *types)

@@ -22,21 +22,21 @@ from fl_lightning.kernels.c_library import c_library
 
 SOURCE = Path(__file__).parent / "c" / "sort_columns.c"
 COLUMNS = 64  # as in the source; the values of 100 rows stay in the processor's nearest cache
-# with these a comparison and two choices are two instructions
+# with these flags an exchange compiles to two instructions
 FLAGS = ("-ffinite-math-only", "-fno-signed-zeros")
-# of a network of n (log n)² / 4 exchanges; the sort of more rows is left to NumPy
+# a network has about n (log n)² / 4 exchanges for n rows; NumPy sorts more rows
 MOST_ROWS = 1024
 
 Floats = npt.NDArray[Any]
 
 
 def sorted_columns(block: Floats, first: int, end: int, out: Floats) -> None:
-    """Sort every column, and write the values with ranks from ``first`` to ``end``.
+    """Sort every column of a matrix, and write the sorted rows ``first`` to ``end`` - 1 to ``out``.
 
     Args:
         block: finite numbers, shape (n, width), float32 or float64, in row-major order.
         first: first rank to write, counted from 0.
-        end: last rank to write plus one, ≤ n.
+        end: one more than the last rank to write, ≤ n.
         out: result, shape (end - first, width), with the block's dtype, in row-major order.
 
     Example:
@@ -68,12 +68,12 @@ def sorted_columns(block: Floats, first: int, end: int, out: Floats) -> None:
 
 @cache
 def exchanges(count: int, first: int, end: int) -> npt.NDArray[np.int32]:
-    """Exchanges of a sorting network: pairs (i, j), i < j, swapped if value i is the larger one.
+    """Return the comparisons of a sorting network: pairs (i, j), i < j, swapped if value i is larger.
 
     Args:
         count: number of values to sort.
         first: first rank that must be right at the end.
-        end: last rank that must be right plus one.
+        end: one more than the last rank that must be right.
 
     Returns:
         Exchanges in order, shape (number of exchanges, 2).

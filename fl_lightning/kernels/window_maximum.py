@@ -74,7 +74,7 @@ def _maximum_like(images: Tensor, tall: int, wide: int) -> tuple[Tensor, Tensor]
     return images.new_empty(shape), images.new_empty(shape, dtype=torch.int32)
 
 
-# What it gives: the maxima, and where in its window each is.
+# Returns the maxima, and the index of each in its window.
 window_maximum: Callable[..., tuple[Tensor, Tensor]] = operator(
     "window_maximum(Tensor images, int tall, int wide) -> (Tensor, Tensor)",
     _maximum,

@@ -46,7 +46,7 @@ _Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Perplexity(Metric):
-    """Exponential of the mean negative log-likelihood per token.
+    """Metric: perplexity, the exponential of the mean negative log-likelihood per token.
 
     Example:
         >>> perplexity = Perplexity()
@@ -66,20 +66,20 @@ class Perplexity(Metric):
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, count: Tensor) -> None:
-        """Add the mean loss of ``count`` tokens."""
+        """Add a batch: its mean loss over ``count`` tokens."""
         self.total += loss * count
         self.count += count
 
     def compute(self) -> Tensor:
-        """Return the perplexity of all tokens so far."""
+        """Return the perplexity over all tokens added so far."""
         return (self.total / self.count).exp()
 
 
 class CausalLM(LightningModule):
-    """Causal language model; a batch is a dict as that of `fl_lightning.data.Completions`.
+    """Lightning module for causal language models of transformers, with optional adapters such as LoRA.
 
-    ``input_ids`` and ``labels`` have shape (B, L); a label of -100 is not predicted. ``attention_mask``, or
-    ``position_ids`` of a packed batch, is passed to the model.
+    A batch is a dict as that of `fl_lightning.data.Completions`: ``input_ids`` and ``labels``, shape (B, L); a
+    label of -100 is not predicted. ``attention_mask``, or a packed batch's ``position_ids``, goes to the model.
 
     Args:
         network: a name on the hub or a folder; or a configuration with a ``model_type``, e.g.
@@ -157,13 +157,13 @@ class CausalLM(LightningModule):
         self.perplexities = nn.ModuleDict({s: Perplexity() for s in ("fit", "val", "test")})
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return logits, shape (B, L, vocabulary)."""
+        """Return the logits of the next token at each position, shape (B, L, vocabulary)."""
         inputs = {name: part for name, part in batch.items() if name != "labels"}
         logits: Tensor = self.network(**inputs, use_cache=False).logits
         return logits
 
     def loss_of(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean loss over the labels of a batch (0 if there are none), and the number of labels."""
+        """Return a batch's mean loss over label tokens (0 if there are none), and the number of these tokens."""
         labels = batch["labels"][:, 1:].flatten()
         logits = self(batch)[:, :-1].flatten(0, 1).float()
         total = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -171,7 +171,7 @@ class CausalLM(LightningModule):
         return total / count.clamp(min=1), count
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean loss over the labels of a batch; logs the round's perplexity."""
+        """Return a batch's mean loss over its label tokens, and log ``train/perplexity``."""
         loss, count = self.loss_of(batch)
         perplexity: Any = self.perplexities["fit"]
         perplexity.update(loss.detach(), count)
@@ -203,7 +203,7 @@ class CausalLM(LightningModule):
             )
 
     def on_validation_end(self) -> None:
-        """Write the answers to the prompts."""
+        """Write the model's answers to the option ``prompts`` into ``answers.csv`` and to TensorBoard."""
         # a collective operation: every process must read log_dir
         folder = self.trainer.log_dir if self._prompts and self.loggers else None
         if folder is None or self.trainer.sanity_checking or not self.trainer.is_global_zero:
@@ -230,11 +230,11 @@ class CausalLM(LightningModule):
                 logger.experiment.add_text("val/answers", shown, step)
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> list[Tensor]:
-        """Return greedy answers of at most 64 tokens, one per prompt."""
+        """Return the model's greedy continuations of a batch's prompts, each at most 64 tokens."""
         return [self.answer(prompt) for prompt in prompts_of(batch)]
 
     def answer(self, prompt: Tensor, max_new_tokens: int = 64) -> Tensor:
-        """Return the greedy continuation of a prompt of shape (L,): the likeliest token at each place."""
+        """Return the greedy continuation (always the likeliest token) of a prompt's tokens, shape (L,)."""
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True}
         with torch.no_grad():
             whole: Tensor = self.network.generate(  # type: ignore[operator]
@@ -243,11 +243,11 @@ class CausalLM(LightningModule):
         return whole[0, len(prompt) :]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Optimizer of the trainable parameters, with the schedule if there is one."""
+        """Return the optimizer of the trainable parameters, with the learning-rate schedule if one is set."""
         return scheduled(self, self._optimizer, self._schedule)
 
     def save_adapter(self, folder: str) -> None:
-        """Write the adapters as a folder that `peft.PeftModel.from_pretrained` reads.
+        """Save the adapters into a folder, from which `peft.PeftModel.from_pretrained` can load them.
 
         Raises:
             ConfigurationError: if there are no adapters, or the aggregator has changed the base.
@@ -265,7 +265,7 @@ class CausalLM(LightningModule):
 
     @cached_property
     def base_hash(self) -> str:
-        """Hash of the names and values of the frozen base, as it was on first access."""
+        """Hash of the frozen base model (its parameters' names and values), as it was on first access."""
         digest = hashlib.blake2b(digest_size=16)
         parameters = dict(self.named_parameters(remove_duplicate=False))
         for name in sorted(self._frozen):
@@ -275,12 +275,12 @@ class CausalLM(LightningModule):
         return digest.hexdigest()
 
     def will_change(self, names: Iterable[str]) -> None:
-        """Record frozen weights that an aggregator changes, so that checkpoints include them."""
+        """Record which frozen weights an aggregator is going to change, so that checkpoints include them."""
         _ = self.base_hash  # computed before the change
         self._changed |= self._frozen & set(names)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Replace the frozen base by its name and hash."""
+        """Leave the frozen base model out of a checkpoint, which gets its name and hash instead."""
         if not self._frozen:
             return
         left_out = self._frozen - self._changed
@@ -289,7 +289,7 @@ class CausalLM(LightningModule):
         checkpoint[_BASE] = {"name": self.base_name, "hash": self.base_hash}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the frozen base to a loaded checkpoint.
+        """Add the frozen base model's weights, which a checkpoint does not contain, to a loaded checkpoint.
 
         Raises:
             ConfigurationError: if the checkpoint was trained on another base.
@@ -311,7 +311,7 @@ class CausalLM(LightningModule):
 
 
 def prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """Tokens before the first label of each example of a batch.
+    """Return the prompt of each example of a batch: its tokens before the first label.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 7, 0, 0]])

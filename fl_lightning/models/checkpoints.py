@@ -33,7 +33,7 @@ _PROJECTION_HEAD = ("head.mlp.", "head.last_layer.")  # DINO's, which only its t
 
 
 def load_backbone(network: nn.Module, path: str) -> None:
-    """Copy weights from a file into a network, in place; the classifier's only if the shapes fit.
+    """Load a checkpoint file's weights into a network; those of the classifier only if their shapes fit.
 
     Args:
         network: a timm network, or any module; a part found by timm's `get_classifier` may differ.
@@ -69,7 +69,7 @@ def load_backbone(network: nn.Module, path: str) -> None:
 
 
 def read_tensors(path: str, option: str = "checkpoint_path") -> dict[str, Tensor]:
-    """Return the tensors of a file by name, including the prefixes of wrappers.
+    """Return a checkpoint file's tensors by name; prefixes such as ``module.`` are kept.
 
     Args:
         path: path of a file as above.
@@ -104,7 +104,7 @@ def _read(path: str, option: str) -> Any:
 
 
 def _unwrap(content: Any, path: str, option: str) -> dict[str, Tensor]:
-    """Return the state dict inside the content of a file."""
+    """Return the state dict inside a loaded checkpoint file, which may nest it under keys such as ``model``."""
     wrapped = True
     while wrapped and isinstance(content, Mapping):
         inner = [content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
@@ -121,14 +121,14 @@ def _unwrap(content: Any, path: str, option: str) -> dict[str, Tensor]:
 
 
 def _strip(name: str, expected: Mapping[str, Tensor]) -> str:
-    """Remove wrappers' prefixes from a name until the network has it."""
+    """Remove prefixes such as ``module.`` from a tensor's name until the network has a tensor of that name."""
     while name not in expected and name.startswith(_PREFIXES):
         name = name.partition(".")[2]
     return name
 
 
 def _resample_positions(network: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Resample position embeddings (1, tokens, width) to the network's grid of patches, in place."""
+    """Resample a vision transformer's position embeddings (1, tokens, width) to the network's image size."""
     ours, theirs = getattr(network, "pos_embed", None), tensors.get("pos_embed")
     if not isinstance(ours, Tensor) or theirs is None or ours.shape == theirs.shape:
         return
@@ -147,7 +147,7 @@ def _resample_positions(network: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: str) -> None:
-    """Raise ConfigurationError if tensors do not fit a network, with the first few of each kind."""
+    """Raise ConfigurationError if names or shapes of a file's tensors differ from the network's."""
     differing = [
         f"{name} {tuple(found[name].shape)} instead of {tuple(expected[name].shape)}"
         for name in expected

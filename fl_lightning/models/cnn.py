@@ -20,7 +20,7 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 class SmallCNN(nn.Module):
-    """Base of the two networks: ``head(dropout(features(images)))``."""
+    """Base class of the small convolutional networks: ``head(dropout(features(images)))``."""
 
     def __init__(
         self, features: nn.Sequential, width: int, num_classes: int, drop_rate: float
@@ -32,7 +32,7 @@ class SmallCNN(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def get_classifier(self) -> nn.Module:
-        """Return the last layer, as timm's networks do."""
+        """Return the classifier (last layer), by a method of the same name as timm's networks have."""
         return self.head
 
     def forward(self, images: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class SmallCNN(nn.Module):
 
 
 class McMahanCNN(SmallCNN):
-    """The network of the FedAvg paper for MNIST.
+    """The convolutional network of the FedAvg paper (McMahan et al.) for MNIST.
 
     Args:
         num_classes: length of the output.

@@ -35,7 +35,7 @@ MOST_PIXELS = 16_384
 
 
 class ImageClassifier(LightningModule):
-    """Image classifier; a batch is images (B, in_chans, H, W) and labels (B,).
+    """Lightning module for image classification, for batches of images (B, in_chans, H, W) and labels (B,).
 
     Freezing only stops parameters from training: dropout in a frozen block stays active, and a frozen
     batch norm still updates its running statistics.
@@ -121,12 +121,12 @@ class ImageClassifier(LightningModule):
         self._schedule = schedule
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, num_classes)."""
+        """Return the logits of a batch of images, shape (B, num_classes)."""
         logits: Tensor = self.network(images)
         return logits
 
     def features(self, batch: Batch) -> Tensor:
-        """Return the inputs of the classifier for a batch, shape (B, …)."""
+        """Return the features of a batch: the inputs of the network's last layer, shape (B, …)."""
         network: Any = self.network
         images = batch[0]
         if isinstance(network, SmallCNN):
@@ -136,7 +136,7 @@ class ImageClassifier(LightningModule):
         return features
 
     def check_batch(self, batch: Any) -> None:
-        """Raise ConfigurationError if a batch does not fit the model; `Federation` calls this before training."""
+        """Raise ConfigurationError if a batch's images or labels do not fit the model; called before training."""
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             return
         images, labels = batch
@@ -164,7 +164,7 @@ class ImageClassifier(LightningModule):
             raise ConfigurationError(f"{'; '.join(problems)}: set these options to fit the data")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the batch's mean loss; logs its accuracy per round."""
+        """Return the batch's mean loss, and log the training accuracy of the round."""
         images, labels = batch
         logits = self(images)
         accuracy = _accuracy(logits, labels)
@@ -180,7 +180,7 @@ class ImageClassifier(LightningModule):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return class probabilities (B, num_classes)."""
+        """Return the class probabilities of a batch's images, shape (B, num_classes)."""
         images, _ = batch
         return self(images).softmax(dim=1)  # type: ignore[no-any-return]
 
@@ -192,7 +192,7 @@ class ImageClassifier(LightningModule):
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer of the trainable parameters, with the schedule if there is one."""
+        """Return the optimizer of the trainable parameters, with the learning-rate schedule if one is set."""
         return scheduled(self, self._optimizer, self._schedule)
 
 

@@ -31,7 +31,7 @@ SCORES = "homogeneity", "completeness", "v_measure", "adjusted_rand"
 
 
 class KMeans(LightningModule):
-    """k-means clustering; a batch is vectors (B, …), or a tuple of vectors and labels.
+    """Lightning module for k-means clustering, for batches of vectors (B, …), or of vectors and labels.
 
     A local step is Lloyd's step on its batch: set the batch size to at least the largest shard for Lloyd's
     step on the whole shard. A cluster without members does not move. The centroids are a parameter; the
@@ -82,18 +82,18 @@ class KMeans(LightningModule):
         self.test_scores = nn.ModuleDict({name: ClusteringScore(name) for name in SCORES})
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Return the number of the nearest centroid for each of the vectors (B, …), shape (B,)."""
+        """Return the nearest centroid's number for each vector of a batch (B, …), shape (B,)."""
         return torch.cdist(vectors.flatten(1), self.centroids).argmin(1)
 
     def means(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the means (k, d) of the clusters, with the centroids of empty ones, and their sizes (k,)."""
+        """Return the clusters' means (k, d) and sizes (k,); an empty cluster's mean is its centroid."""
         members = nn.functional.one_hot(self(vectors), len(self.centroids)).to(vectors.dtype)
         sizes, sums = members.sum(0), members.T @ vectors.flatten(1)
         means = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp(min=1), self.centroids)
         return means, sizes
 
     def check_batch(self, batch: Any) -> None:
-        """Raise ConfigurationError if the vectors are of another length than the centroids."""
+        """Raise ConfigurationError if a batch's vectors differ in length from the centroids."""
         vectors, given = _parts(batch)[0], self.centroids.shape[1]
         length = vectors.flatten(1).shape[1]
         if length != given:
@@ -102,7 +102,7 @@ class KMeans(LightningModule):
             )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return half the squared distance of the centroids to their clusters' means."""
+        """Return half the squared distance between centroids and cluster means: SGD at rate 1 is Lloyd's step."""
         vectors, _ = _parts(batch)
         if (
             self.training
@@ -118,15 +118,15 @@ class KMeans(LightningModule):
         return (self.centroids - means).square().sum() / 2
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log val/inertia and, if there are labels, the scores of the clusters."""
+        """Log val/inertia and, if there are labels, how well the clusters agree with them."""
         self._evaluate("val", self.val_scores, batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log test/inertia and, if there are labels, the scores of the clusters."""
+        """Log test/inertia and, if there are labels, how well the clusters agree with them."""
         self._evaluate("test", self.test_scores, batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the number of the cluster of every vector, shape (B,)."""
+        """Return for each vector of a batch the number of its cluster, shape (B,)."""
         return self(_parts(batch)[0])  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Optimizer:
@@ -145,12 +145,12 @@ class KMeans(LightningModule):
                 self.log(f"{stage}/{name}", score, batch_size=len(vectors))
 
     def _inertia(self, vectors: Tensor) -> Tensor:
-        """Return the mean squared distance to the nearest centroid."""
+        """Return the mean squared distance from a batch's vectors to their nearest centroids."""
         return torch.cdist(vectors.flatten(1), self.centroids.detach()).amin(1).square().mean()
 
 
 class ClusteringScore(Metric):
-    """Agreement of clusters with known classes, by scikit-learn, over all examples so far.
+    """Metric: agreement of clusters with known classes, by a score of scikit-learn, over all examples.
 
     Args:
         score: function of `sklearn.metrics` without its ending ``_score``.
@@ -173,12 +173,12 @@ class ClusteringScore(Metric):
         self.add_state("labels", [], dist_reduce_fx="cat")
 
     def update(self, clusters: Tensor, labels: Tensor) -> None:
-        """Add examples; both shape (B,)."""
+        """Add a batch: cluster numbers and class labels of its examples, both of shape (B,)."""
         self.clusters.append(clusters)
         self.labels.append(labels)
 
     def compute(self) -> Tensor:
-        """Return the score."""
+        """Return the score over all examples added so far."""
         import sklearn.metrics  # a second to import
 
         # torchmetrics' adjusted Rand index overflows from 55,000 examples on
@@ -188,7 +188,7 @@ class ClusteringScore(Metric):
 
 
 def plus_plus(vectors: Tensor, num_clusters: int) -> Tensor:
-    """Draw k-means++'s initial centroids (k, d) from vectors (B, d), by the global generator.
+    """Choose initial centroids (k, d) among vectors (B, d) by k-means++, with the global random generator.
 
     The first is drawn uniformly, each further one with probability proportional to its squared distance
     from those so far; with fewer distinct vectors than centroids, some are repeated.

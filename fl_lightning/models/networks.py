@@ -24,7 +24,7 @@ _EMBEDDINGS = ("patch_embed", "cls_token", "reg_token", "dist_token", "pos_embed
 def build_network(
     name: str, pretrained: bool, image_size: int | None, arguments: dict[str, Any]
 ) -> nn.Module:
-    """Build a network by its name.
+    """Build an image network by its name: one of timm's, or one of this package's.
 
     Args:
         name: a name of timm, ``"lenet"`` or ``"mcmahan_cnn"``.
@@ -124,7 +124,7 @@ def _check_patches(name: str, network: nn.Module, image_size: int | None) -> Non
 
 
 def freeze(network: nn.Module, freeze_blocks: int, freeze_backbone: bool) -> None:
-    """Freeze parameters of a network, in place.
+    """Freeze the first blocks of a network, or all of it except its classifier.
 
     Args:
         network: the network.
@@ -161,7 +161,7 @@ def build_causal_lm(
     attention: str | None,
     seed: int,
 ) -> nn.Module:
-    """Return a causal language model: a given one, by name with its weights, or random by a configuration.
+    """Return a causal language model: pretrained by name, random by configuration, or a given module.
 
     Raises:
         ConfigurationError: if there is no such model or option.
@@ -194,7 +194,7 @@ def build_causal_lm(
 def _random(
     transformers: Any, network: dict[str, Any], chosen: dict[str, str], seed: int
 ) -> nn.Module:
-    """Return a model with random weights, by a configuration."""
+    """Return a causal language model with random weights, described by options of its configuration."""
     options = dict(network)
     kind = options.pop("model_type", None)
     known = transformers.CONFIG_MAPPING
@@ -227,7 +227,7 @@ def _quantised(transformers: Any) -> dict[str, Any]:
 
 
 def add_adapters(base: nn.Module, adapter: Any) -> nn.Module:
-    """Return a model with adapters.
+    """Return a model to which peft has added adapters, such as LoRA.
 
     Raises:
         ConfigurationError: if peft rejects an option.
@@ -244,7 +244,7 @@ def add_adapters(base: nn.Module, adapter: Any) -> nn.Module:
 
 
 def _check_options(option: str, given: Mapping[str, Any], config: type) -> None:
-    """Raise ConfigurationError for names that a configuration does not have."""
+    """Raise ConfigurationError if a library's configuration class does not have an option of a given name."""
     known = [*inspect.signature(config).parameters, *getattr(config, "attribute_map", {})]
     for name in given:
         if name not in known and not hasattr(config, name):
@@ -283,7 +283,7 @@ def _extra(package: str) -> Any:
 
 
 def _explained(option: str, make: Callable[[], Any]) -> Any:
-    """Return the result of another library; its errors become a ConfigurationError that names the option."""
+    """Call another library; turn any of its errors into a ConfigurationError that names our option."""
     try:
         return make()
     except Exception as error:  # both libraries have errors of many kinds

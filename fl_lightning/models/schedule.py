@@ -34,7 +34,7 @@ Kind = Literal["constant", "cosine", "step", "exponential"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of the learning rate over rounds; constant by default.
+    """How the learning rate changes over the rounds: warm-up, then constant (default) or falling.
 
     Args:
         kind: schedule after the warm-up.
@@ -72,7 +72,7 @@ class Schedule:
         )
 
     def factor(self, round: int, num_rounds: int) -> float:
-        """Return the factor of the learning rate in a round.
+        """Return the factor by which the learning rate is multiplied in a round.
 
         Args:
             round: number of the round, from 0.
@@ -106,7 +106,7 @@ class Schedule:
 def scheduled(
     module: LightningModule, make: OptimizerCallable, schedule: Schedule | None
 ) -> OptimizerLRScheduler:
-    """Return the optimizer of a module's trainable parameters, with a schedule over rounds if there is one."""
+    """Return what `configure_optimizers` needs: the optimizer of trainable parameters, with any schedule."""
     optimizer = make([p for p in module.parameters() if p.requires_grad])
     if schedule is None:
         return optimizer

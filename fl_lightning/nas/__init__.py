@@ -6,7 +6,6 @@ from fl_lightning.nas.alpha_gradients import LinearPenalty as LinearPenalty
 from fl_lightning.nas.alpha_gradients import LogPenalty as LogPenalty
 from fl_lightning.nas.alpha_gradients import Reward as Reward
 from fl_lightning.nas.collapse import StopAtCollapse as StopAtCollapse
-from fl_lightning.nas.mixture import ZeroCostStart as ZeroCostStart
 from fl_lightning.nas.network import Network as Network
 from fl_lightning.nas.one_shot import OneShot as OneShot
 from fl_lightning.nas.relaxation import PartialChannels as PartialChannels
@@ -17,6 +16,7 @@ from fl_lightning.nas.sampled_paths import BinaryGates as BinaryGates
 from fl_lightning.nas.sampled_paths import HardGumbel as HardGumbel
 from fl_lightning.nas.sampled_paths import SoftGumbel as SoftGumbel
 from fl_lightning.nas.search.problem import on_front as on_front
+from fl_lightning.nas.search.proxy_scores import ZeroCostStart as ZeroCostStart
 from fl_lightning.nas.spaces.choices import ValueChoice as ValueChoice
 from fl_lightning.nas.spaces.darts import DARTS as DARTS
 from fl_lightning.nas.spaces.elastic import ElasticBatchNorm2d as ElasticBatchNorm2d

@@ -67,7 +67,7 @@ Order = Literal["first", "finite", "exact"]
 
 @dataclass(frozen=True)
 class WeightStep:
-    """Step of plain SGD, without dampening and Nesterov momentum, through which a gradient of α goes.
+    """One plain SGD step of the weights (no dampening, no Nesterov), through which gradients of α can flow.
 
     Attributes:
         lr: learning rate ξ >= 0.
@@ -81,7 +81,7 @@ class WeightStep:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> WeightStep | None:
-        """Return the next step of an optimizer; None if it is not plain SGD."""
+        """Return the weights' next step by this optimizer; None if it is not plain SGD."""
         group = optimizer.param_groups[0]
         if type(optimizer) is not torch.optim.SGD or group["dampening"] or group["nesterov"]:
             return None
@@ -107,12 +107,12 @@ class WeightStep:
 
 
 class AlphaGradient:
-    """Base of the estimators of α's gradient."""
+    """Base of the ways to estimate the gradient of the architecture parameters α."""
 
 
 @final
 class Gradient(AlphaGradient):
-    """Gradient of the loss on the search half of the data.
+    """Gradient of α by backpropagation, from the loss on training examples set apart for the search.
 
     Args:
         order: ``first``: gradient at the current weights. ``finite``: through the next step of the weights,
@@ -135,7 +135,7 @@ TRIES_CELLS = Traits(
 
 @final
 class Reward(AlphaGradient):
-    """REINFORCE with the accuracy of a drawn architecture as reward; ignores costs.
+    """Gradient of α by REINFORCE: the reward is the accuracy of a drawn architecture. Costs are ignored.
 
     Args:
         decay: decay of the moving average of rewards, in [0, 1).
@@ -155,7 +155,7 @@ class Reward(AlphaGradient):
     def loss(
         self, reward: float, log_probability: Tensor, entropy: Tensor, baseline: Tensor
     ) -> Tensor:
-        """Return -(R̂ - b) log π, a scalar, and update the baseline b.
+        """Return the REINFORCE loss -(R̂ - b) log π, a scalar, and update the baseline b in place.
 
         Args:
             reward: reward R of an architecture drawn by the current α.
@@ -178,7 +178,7 @@ class Reward(AlphaGradient):
 
 
 class Penalty(ABC):
-    """Base of the losses of α that combine the loss of the task with the expected cost."""
+    """Base of the losses for α that combine the task loss with the expected cost of the architecture."""
 
     @abstractmethod
     def __call__(self, loss: Tensor, cost: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Penalty(ABC):
 @final
 @dataclass(frozen=True)
 class LogPenalty(Penalty):
-    """Loss times a power of the log cost, CE · α (log E / log r)^β: FBNet's; ProxylessNAS's with β = 0.3.
+    """Task loss times a power of the log cost: CE · α (log E / log r)^β, as in FBNet and ProxylessNAS (β = 0.3).
 
     Attributes:
         reference: r, in the unit of the cost, above 1.
@@ -223,7 +223,7 @@ class LogPenalty(Penalty):
 @final
 @dataclass(frozen=True)
 class LinearPenalty(Penalty):
-    """Loss plus the relative excess of the cost, CE + λ (E - r) / r: ProxylessNAS's; TuNAS's with ``absolute``.
+    """Task loss plus the relative excess cost: CE + λ (E - r) / r (ProxylessNAS); |E - r| if ``absolute`` (TuNAS).
 
     Attributes:
         reference: r, in the unit of the cost, above 0; the target of ``absolute``.
@@ -256,7 +256,7 @@ def architecture_gradient(
     order: Order = "finite",
     step_length: float = 0.01,
 ) -> dict[str, Tensor]:
-    """Return the gradients of α by name; the arguments do not change.
+    """Return the gradient of the search loss for each architecture parameter, by name; inputs are not changed.
 
     Args:
         train: loss L_train on a batch of the weights' half of the data.
@@ -307,7 +307,7 @@ def architecture_gradient(
 def gradients_of(
     loss: Tensor, parameters: Tensors, *, create_graph: bool = False, retain_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Return the gradients of a loss by name; zeros for parameters without influence."""
+    """Return the gradient of a loss for each parameter, by name; zeros if the loss does not depend on it."""
     if not loss.requires_grad:
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     gradients = torch.autograd.grad(
@@ -322,5 +322,5 @@ def gradients_of(
 
 
 def leaves(tensors: Tensors) -> dict[str, Tensor]:
-    """Return detached tensors that require gradients and share the memory of the given ones."""
+    """Return detached tensors that require gradients and share memory with the given tensors."""
     return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}

@@ -37,7 +37,7 @@ from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
 @final
 class GradientSignal:
-    """Running mean and variance of the gradients of α.
+    """Running mean and variance of α's gradients over steps, to tell whether they have a signal.
 
     If single gradients have a signal-to-noise ratio s, α needs about (3 / s)² steps to decide.
 
@@ -57,7 +57,7 @@ class GradientSignal:
         self._mean = self._squares = torch.zeros(())
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradient of one step (Welford 1962)."""
+        """Update mean and variance with the gradient of one step (Welford 1962)."""
         gradient = gradient.detach().cpu().double()
         self.count += 1
         difference = gradient - self._mean
@@ -66,7 +66,7 @@ class GradientSignal:
 
     @property
     def standard_errors(self) -> float:
-        """Norm of the mean gradient divided by its standard error; about 1 if there is no signal.
+        """Norm of α's mean gradient divided by its standard error; about 1 if there is no signal.
 
         NaN before the second step, and infinite if all gradients are equal.
         """
@@ -77,30 +77,30 @@ class GradientSignal:
 
     @property
     def to_noise(self) -> float:
-        """Signal-to-noise ratio of a single gradient, corrected for noise in the mean; NaN before step two."""
+        """Signal-to-noise ratio of one gradient of α, corrected for noise in the mean; NaN before the second step."""
         if self.count < 2:
             return math.nan
         return math.sqrt(max(0.0, self.standard_errors**2 - 1) / self.count)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics."""
+        """Return count, mean and summed squared deviations of the gradients."""
         return {"count": self.count, "mean": self._mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the statistics from `state_dict`."""
+        """Restore the gradient statistics that `state_dict` returned."""
         self.count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
 
 
 @final
 class ServerSearchStep(Stage):
-    """Stage in which the server steps some parameters with an optimizer of their own, not the server optimizer.
+    """Federation stage: the server steps some parameters (such as α) with an optimizer of their own.
 
     Args:
         names: names of the parameters.
         make_optimizer: makes the optimizer from a list of parameters.
         local_lr: learning rate η of the clients' plain SGD on these parameters, above 0.
         is_active: returns True for rounds in which the parameters learn; in others they do not change.
-        signal: statistics to which every active round adds the gradient of the first parameter.
+        signal: gradient statistics; every active round adds the first parameter's gradient.
 
     Raises:
         ConfigurationError: if the learning rate is not above 0 and finite.
@@ -143,7 +143,7 @@ class ServerSearchStep(Stage):
         self._next: tuple[list[nn.Parameter], Optimizer] | None = None
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Find the parameters among the coordinates of an update.
+        """Locate the server-stepped parameters in the flat vector of a client update.
 
         Raises:
             ConfigurationError: if a parameter is personal, frozen, or masked in part.
@@ -159,7 +159,7 @@ class ServerSearchStep(Stage):
         self._space = space
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Start a round: load the global parameters, and drop gradients of an unfinished round."""
+        """Start a round: load the global parameters, and drop gradients left by an unfinished round."""
         views = self._views(model.params)
         if self._optimizer is None:
             self._params = [nn.Parameter(view.clone()) for view in views]
@@ -173,12 +173,12 @@ class ServerSearchStep(Stage):
         return [views[name] for name in self._names]
 
     def on_server(self, aggregate: Tensor) -> Tensor:
-        """Store the weighted mean of the clients' gradient sums, and return the aggregate unchanged."""
+        """Store mean gradients (aggregate divided by the clients' learning rate); return the aggregate unchanged."""
         self._gradients = [view / self._local_lr for view in self._views(aggregate)]
         return aggregate
 
     def stepped(self, params: Tensor) -> None:
-        """Step the parameters and write them into the model's; no step if no client has replied."""
+        """Step the parameters with the server's optimizer, and write them into the model; no step without replies."""
         if self._gradients is None:
             return
         if not self._is_active(self._round):  # undo the noise of a private run
@@ -195,7 +195,7 @@ class ServerSearchStep(Stage):
             view.copy_(param.detach())
 
     def close(self, record: RoundRecord) -> None:
-        """Keep the optimizer's new state, and add the gradient to the statistics."""
+        """Keep the optimizer's state after this round, and add the round's gradient to the statistics."""
         if self._next is None:
             return
         self._params, self._optimizer = self._next
@@ -203,13 +203,13 @@ class ServerSearchStep(Stage):
             self._signal.add(self._gradients[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer."""
+        """Return the round and the state of the server's optimizer for these parameters."""
         if self._optimizer is None:
             return {}
         return {"round": self._round, "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
-        """Restore the state from `state_dict`."""
+        """Restore the optimizer's state that `state_dict` returned."""
         self.open((state or {}).get("round", 0), model)
         if state:
             assert self._optimizer is not None
@@ -217,7 +217,7 @@ class ServerSearchStep(Stage):
 
 
 def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[Tensor]) -> int:
-    """Return the number of values in an optimizer's state after its first step.
+    """Return how many numbers an optimizer's state has after its first step.
 
     Example:
         >>> num_kept(torch.optim.Adam, [torch.zeros(3)])  # two moments, and the number of steps
@@ -230,13 +230,13 @@ def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[
 
 
 def keep(optimizer: Optimizer, kept: Tensor) -> None:
-    """Copy the state of an optimizer into a buffer of shape (s,), in place; nothing if s is 0."""
+    """Copy an optimizer's state into a flat buffer, shape (s,), in place; do nothing if s is 0."""
     if kept.numel():
         torch.cat([tensor.reshape(-1).to(kept) for tensor in _tensors(optimizer)], out=kept)
 
 
 def recall(optimizer: Optimizer, kept: Tensor) -> None:
-    """Load the state of an optimizer from a buffer that `keep` has filled; zeros are the state of a new one."""
+    """Load an optimizer's state from a buffer that `keep` filled; a buffer of zeros is a fresh state."""
     if not kept.numel():
         return
     if not optimizer.state:
@@ -247,7 +247,7 @@ def recall(optimizer: Optimizer, kept: Tensor) -> None:
 
 
 def _fill(optimizer: Optimizer) -> None:
-    """Create the state of a fresh optimizer without changing the parameters."""
+    """Make an optimizer create its state tensors, without changing the parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [(param.detach().clone(), param.grad) for param in params]
     for param in params:
@@ -266,7 +266,7 @@ NO_MASK = "keeps to no mask: operations would compete with parts of them missing
 
 
 def check_steps_once(option: str, optimizer: Optimizer) -> None:
-    """Raise ConfigurationError for an optimizer that evaluates the loss several times per step."""
+    """Raise ConfigurationError if the optimizer is LBFGS, which evaluates the loss several times per step."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             f"{option} is LBFGS, which evaluates the loss several times per step, and a search evaluates it once: "
@@ -275,7 +275,7 @@ def check_steps_once(option: str, optimizer: Optimizer) -> None:
 
 
 def check_weights_optimizer(optimizer: Optimizer) -> None:
-    """Raise ConfigurationError if the optimizer of the weights has a mask, or is LBFGS."""
+    """Raise ConfigurationError if the weights' optimizer applies sparsity masks, or is LBFGS."""
     check_steps_once("model.optimizer", optimizer)
     if isinstance(optimizer, SparseSGDM | SparseAdamW):
         raise ConfigurationError(

@@ -43,7 +43,7 @@ READS_EXAMPLES = Traits(
 
 
 class StopAtCollapse(Callback):
-    """Callback that ends the search of a `Supernet` at too many skips, or when its loss becomes sharp in α.
+    """Callback that stops a `Supernet` search if cells have too many skips, or the loss becomes sharp in α.
 
     Args:
         most_skips: largest number of skip connections in a cell while α moves; None for any number.
@@ -55,7 +55,7 @@ class StopAtCollapse(Callback):
 
     Attributes:
         unprotected: description of the values that ε does not cover; None without `eigenvalue`.
-        traits: needs of the callback, which are compared with the options of a federation.
+        traits: requirements of the callback, checked against the options of a federation.
 
     Raises:
         ConfigurationError: for values out of range; at the start of a search whose loss has no Hessian.
@@ -84,7 +84,7 @@ class StopAtCollapse(Callback):
         self._earlier: list[dict[str, Tensor]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise ConfigurationError for a module that is no `Supernet`, or has no Hessian to measure."""
+        """Raise ConfigurationError if the module is no `Supernet`, or `eigenvalue` is set and operations are sampled."""
         if not isinstance(pl_module, Supernet):
             raise ConfigurationError(
                 f"StopAtCollapse ends the search of a fl_lightning.nas.Supernet, and model is "
@@ -97,7 +97,7 @@ class StopAtCollapse(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the search if a criterion is met, in rounds in which α moves."""
+        """Stop the search if a stop criterion is met; skip rounds before α starts to learn."""
         assert isinstance(pl_module, Supernet)
         if not pl_module.moves_alpha(trainer.current_epoch):
             return  # the cell is still that of the random start
@@ -148,16 +148,16 @@ class StopAtCollapse(Callback):
         trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the recent measurements and values of α."""
+        """Return the recent eigenvalues, and the values of α at which they were measured."""
         return {"eigenvalues": self._eigenvalues, "earlier": self._earlier}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
+        """Restore the eigenvalues and values of α that `state_dict` returned."""
         self._eigenvalues, self._earlier = state_dict["eigenvalues"], state_dict["earlier"]
 
 
 def largest_eigenvalue(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> float:
-    """Return the largest (most positive) eigenvalue of the Hessian of a loss.
+    """Return the largest (most positive) eigenvalue of the loss's Hessian in the architecture parameters.
 
     Args:
         loss: deterministic function of the architecture parameters.
@@ -184,7 +184,7 @@ def largest_eigenvalue(loss: Callable[[Tensors], Tensor], alphas: Tensors) -> fl
 
 
 def has_grown(eigenvalues: Sequence[float], window: int, ratio: float) -> bool:
-    """True if the mean of the last window, times a ratio, is above the mean of the window before.
+    """True if the mean of the latest window of eigenvalues, times the ratio, exceeds that of the previous window.
 
     Args:
         eigenvalues: measurements, the latest last.

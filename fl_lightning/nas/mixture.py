@@ -57,7 +57,7 @@ Selection = Literal["alpha", "perturbation"]
 
 
 class CellMixture(SharedWeights):
-    """Base of `Supernet`: all architectures of a cell space in shared weights, and their evaluation.
+    """Base of `Supernet`: one network holds all architectures of a cell space in shared weights, and evaluates them.
 
     Args:
         networks: networks of the space of the search.
@@ -117,13 +117,13 @@ class CellMixture(SharedWeights):
 
     @property
     def alphas(self) -> dict[str, Tensor]:
-        """Architecture parameters by name: α, and β if the rule has it."""
+        """Architecture parameters by name: logits α of operations, and logits β of edges if the rule has them."""
         both = {"alpha": self.alpha, "beta": self.beta}
         return {name: tensor for name, tensor in both.items() if tensor is not None}
 
     @property
     def point(self) -> dict[str, Tensor]:
-        """Current values of α and β, by name; zeros while α is held fixed."""
+        """Values of α and β, by name and detached, that the search uses in a step; zeros if ``alpha_held``."""
         values = {name: tensor.detach() for name, tensor in self.alphas.items()}
         if self.alpha_held:
             return {name: torch.zeros_like(value) for name, value in values.items()}
@@ -131,7 +131,7 @@ class CellMixture(SharedWeights):
 
     @property
     def chosen(self) -> Architecture | None:
-        """Architecture that accuracy has chosen at the end of the search; None if α selects it."""
+        """Architecture selected by accuracy at the end of the search; None if the largest α selects it."""
         options = self.choice.tolist()
         return None if min(options) < 0 else self.space.architecture(options)
 
@@ -141,54 +141,54 @@ class CellMixture(SharedWeights):
 
     @property
     def architecture(self) -> Architecture:
-        """Current architecture: `chosen` if there is one, otherwise that of the largest α."""
+        """Current architecture: the one selected by accuracy if there is one, otherwise the one of the largest α."""
         beta = None if self.beta is None else self.beta.detach()
         return self.chosen or self.space.derive(self.alpha.detach(), beta)
 
     @property
     def shares(self) -> Tensor:
-        """Probabilities of the operations under the current α, shape (num_rows, num_operations)."""
+        """Probability of each operation on each edge (softmax of α), shape (num_rows, num_operations)."""
         return self.space.masked(self.alpha.detach()).softmax(1)
 
     @cached_property
     def costs(self) -> dict[str, RowCosts]:
-        """Costs of networks of this shape by measure; with a latency file also ``latency_ms``."""
+        """Cost tables of this space's networks, by measure (``flops``, …; ``latency_ms`` with a latency file)."""
         costs: dict[str, RowCosts] = {**cost_table(self.networks)}
         return costs if self.latency is None else {**costs, "latency_ms": self.latency.rows}
 
     @property
     def shown(self) -> dict[str, EdgeWeights]:
-        """Networks that an evaluation runs: the mixture if the rule does not draw, and the current architecture."""
+        """Edge weights to evaluate: the current cell's, and the mixture's unless the rule draws operations."""
         mixed = {} if self.rule.draws else {"mixed": self.mixed(self.point, SearchStep())}
         return {**mixed, "cell": self.fixed(self.architecture)}
 
     def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits (B, num_classes) of an architecture in the shared weights; of the current if None."""
+        """Return logits (B, num_classes) of one architecture in the shared weights; the current one by default."""
         logits: Tensor = self.network(images, self.fixed(architecture or self.architecture))
         return logits
 
     def fixed(self, architecture: Architecture) -> EdgeWeights:
-        """Return edge weights that run one architecture."""
+        """Return edge weights under which the network runs a single architecture."""
         return self.one_each(self.space.operations_of(architecture))
 
     def one_each(self, operations: Sequence[int]) -> EdgeWeights:
-        """Return edge weights that are one-hot in every row: each edge runs one given operation."""
+        """Return one-hot edge weights: each edge runs one operation, given by its index."""
         edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
         return replace(weights_of(operations, self.alpha), edges=edges)
 
     def mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
-        """Return the edge weights of the rule for given values of α (and β)."""
+        """Return the edge weights that the relaxation rule computes from α (and β)."""
         weights = self.rule.weights(self.space.masked(alphas["alpha"]), step)
         beta = alphas.get("beta")
         return weights if beta is None else replace(weights, edges=self.space.edge_shares(beta))
 
     def expected_cost(self, alphas: Tensors) -> Tensor:
-        """Expected cost of an architecture drawn by softmax(α), a scalar."""
+        """Return the expected cost, a scalar, of an architecture drawn with probabilities softmax(α)."""
         shares = self.space.masked(alphas["alpha"]).softmax(1)
         return self.costs[self._measure].expected(shares)
 
     def choose_best(self, count: int) -> str:
-        """Draw architectures with probabilities softmax(α), and set `chosen` to the most accurate one.
+        """Draw architectures with probabilities softmax(α), and select the most accurate as `chosen`.
 
         All processes call this.
 
@@ -211,7 +211,7 @@ class CellMixture(SharedWeights):
         return f"the best drawn one (accuracy {accuracy:.3f})"
 
     def choose_by_perturbation(self) -> str:
-        """Set `chosen` to the operations without which the mixture is least accurate; see `choose_best`."""
+        """Select, edge by edge, the operation whose removal lowers the mixture's accuracy most, and set `chosen`."""
         space, alpha, mixed = self.space, self.alpha.detach(), self.mixed(self.point, SearchStep())
         factors, rows = mixed.operations.clone(), range(space.num_rows)
         is_choice = space.masked(torch.zeros_like(alpha)) == 0
@@ -247,7 +247,7 @@ class CellMixture(SharedWeights):
         return "of the operations that the mixture misses most"
 
     def _accuracies(self, networks: Sequence[EdgeWeights]) -> list[float] | None:
-        """Accuracies on training examples over all clients; None if there are none."""
+        """Return each network's accuracy on training examples of all clients; None if there are no examples."""
         if (examples := self._training_examples()) is None:
             return None
         return training_accuracies(self.trainer, self.network, networks, examples)
@@ -256,29 +256,29 @@ class CellMixture(SharedWeights):
 
     @property
     def is_protected(self) -> bool:
-        """True if updates are private or summed in secret, so that clients send no statistics."""
+        """True if updates are private or securely summed, so that clients send no batch norm statistics."""
         federation = federation_of(self.trainer)
         return federation is not None and protector(federation) is not None
 
     def recalibrate(self) -> None:
-        """Recompute the batch norm statistics of the `shown` networks, unless `is_protected`."""
+        """Recompute batch norm statistics for the networks to evaluate, unless updates are protected."""
         self._measured = {name: tensor.detach().clone() for name, tensor in self.alphas.items()}
         self._sums = {}
         if not self.is_protected:
             super().recalibrate()
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return the sums that evaluations use, and the values of α and β at which they were computed."""
+        """Return the sums for batch norm statistics, and the values of α and β at which they were computed."""
         return super().statistics() | {f"at/{n}": own for n, own in self._measured.items()}
 
     def use_statistics(self, told: Mapping[str, Tensor]) -> None:
-        """Use sums that `statistics` of another process returned in the next evaluation."""
+        """Use, in the next evaluation, sums for batch norm statistics from the `statistics` of another process."""
         at = {name: own for name, own in told.items() if name.startswith("at/")}
         self._measured = {n.removeprefix("at/"): own.to(self.device) for n, own in at.items()}
         super().use_statistics({name: own for name, own in told.items() if name not in at})
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
-        """Context in which batch norms use the statistics of a `shown` network.
+        """Return a context in which batch norms use the statistics of one evaluated network, by its name in `shown`.
 
         They use those of the batch if α is not the one at which statistics were computed: a personal α
         selects another network.
@@ -290,7 +290,7 @@ class CellMixture(SharedWeights):
         return super().normalised(name) if is_measured else nullcontext()
 
     def on_predict_epoch_start(self) -> None:
-        """Recompute the batch norm statistics before predictions: a search keeps no running ones."""
+        """Recompute batch norm statistics before predictions, because a search keeps no running statistics."""
         self.recalibrate()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -301,7 +301,7 @@ class CellMixture(SharedWeights):
 
 
 def protector(federation: Any) -> Any:
-    """Return the option that hides single updates from the server: privacy, or a secure aggregator; or None."""
+    """Return the privacy method or secure aggregator that hides single updates from the server; None if neither."""
     given = federation.aggregator
     if federation.privacy is not None or given is None:
         return federation.privacy
@@ -317,7 +317,7 @@ def check_rule(
     table: str | None,
     selection: Selection,
 ) -> None:
-    """Raise ConfigurationError for options of a search that exclude each other."""
+    """Raise ConfigurationError if options of a supernet search exclude each other."""
     if table is not None and not isinstance(space, NASBench201):
         raise ConfigurationError(
             f"model.table has results of NAS-Bench-201, and model.space is {space.name}: leave the table out"

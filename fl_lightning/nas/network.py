@@ -32,7 +32,7 @@ from fl_lightning.nas.spaces.space import Architecture, Networks
 
 @final
 class Network(nn.Module):
-    """Network of one architecture, from images to logits; for the ``network`` of `ImageClassifier`.
+    """Network of one given architecture, from images to logits; it is the ``network`` of an `ImageClassifier`.
 
     Args:
         space: space of cells or of sizes.
@@ -122,7 +122,7 @@ def load_weights(
     *,
     new_head: bool = False,
 ) -> None:
-    """Load weights from a checkpoint of a supernet, or of the same network, in place.
+    """Load initial weights, in place, from a checkpoint of a supernet or of the same network.
 
     Batch norm statistics are those of the file, of a supernet those of its largest network: recalibrate
     them, or train further.
@@ -138,9 +138,8 @@ def load_weights(
         ConfigurationError: if the file is missing or has other weights.
     """
     heads = tuple(f"{name}." for name in head_names(network)) if new_head else ()
-    tensors = {
-        name: tensor for name, tensor in _tensors(path).items() if not name.startswith(heads)
-    }
+    named = {_PREFIX.sub("", name): t for name, t in read_tensors(path, "weights").items()}
+    tensors = {name: tensor for name, tensor in named.items() if not name.startswith(heads)}
     if _fit(tensors, network, heads):
         network.load_state_dict(tensors, strict=False)
         return
@@ -168,12 +167,8 @@ def _refusal(architecture: Architecture, shape: Mapping[str, Any]) -> str:
     return f"they are {what} {architecture} with these settings ({settings}). {advice}For other classes set new_head"
 
 
-def _tensors(path: str) -> dict[str, Tensor]:
-    return {_PREFIX.sub("", name): t for name, t in read_tensors(path, "weights").items()}
-
-
 def _fit(tensors: Mapping[str, Tensor], network: nn.Module, heads: tuple[str, ...]) -> bool:
-    """True if tensors have the names and shapes of a network's tensors, except those of the classifier."""
+    """True if the tensors have exactly the names and shapes of the network's tensors, classifier excepted."""
     own = {name: t.shape for name, t in network.state_dict().items() if not name.startswith(heads)}
     return own == {name: tensor.shape for name, tensor in tensors.items()}
 
@@ -208,10 +203,10 @@ def retraining(
     weights: str | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a configuration for ``fl-lightning fit`` that trains one architecture.
+    """Return a configuration for ``fl-lightning fit`` that trains a single architecture.
 
     Args:
-        architecture: the architecture.
+        architecture: architecture to train.
         networks: networks of the architecture's space, in the shape to train.
         weights: path of a checkpoint with the initial weights; random weights if None.
         run: configuration of the search; None if there is none.
@@ -238,7 +233,7 @@ def retraining(
 
 
 def architecture_in(path: str) -> str:
-    """Return the string of the architecture in a YAML file that a search wrote.
+    """Read the architecture string from a YAML file that a search wrote.
 
     Raises:
         ConfigurationError: if the file cannot be read, or contains no architecture.
@@ -256,7 +251,7 @@ def architecture_in(path: str) -> str:
 
 
 def _without_search(run: dict[str, Any]) -> dict[str, Any]:
-    """Remove, in place, the options that a fit of one network cannot use."""
+    """Remove, in place, the search's options that training a single network cannot use."""
     data, federation, trainer = (run.get(key) or {} for key in ("data", "federation", "trainer"))
     if "search_fraction" in (data.get("init_args") or {}):
         data["init_args"]["search_fraction"] = 0.0

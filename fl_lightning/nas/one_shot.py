@@ -65,7 +65,7 @@ SUMMED = Traits(
 
 
 class OneShot(SharedWeights):
-    """Trains all sub-networks of a space of sizes in shared weights.
+    """LightningModule that trains all sub-networks of a space of layer sizes in shared weights.
 
     A batch is images (B, in_channels, H, W) and labels (B,).
 
@@ -165,7 +165,7 @@ class OneShot(SharedWeights):
 
     @property
     def shown(self) -> dict[str, Architecture]:
-        """Sub-networks that an evaluation runs: the smallest, a middle and the largest one."""
+        """Sub-networks to evaluate: the smallest, a middle and the largest one."""
         middle = [(len(decision.options) - 1) // 2 for decision in self.space.decisions]
         return {
             "smallest": self.space.smallest,
@@ -174,14 +174,14 @@ class OneShot(SharedWeights):
         }
 
     def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits (B, num_classes) of a sub-network; of the largest if None."""
+        """Return logits (B, num_classes) of one sub-network; of the largest by default."""
         logits: Tensor = self.network(images, architecture)
         return logits
 
     # Training.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of the method; logs the accuracy of the first sub-network that trains."""
+        """Return the training method's loss on a batch, and log the first trained sub-network's accuracy."""
         images, labels = self.checked(batch)
         client = self._rounds.client
         accuracies: list[Tensor] = []
@@ -226,13 +226,13 @@ class OneShot(SharedWeights):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _generator(self, client: int | None, step: int) -> torch.Generator:
-        """Return the generator of a step's draws, which clients share if `same_draws`."""
+        """Return the random generator of a training step; all clients have the same one if `same_draws`."""
         own = 0 if client is None or self._same_draws else client + 1
         return torch_generator(self.seed, "sub-networks", self.current_epoch, own, step)
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Context of the largest network, with dropout before the classifier and drop-connect."""
+        """Return a context with dropout before the classifier and drop-connect, for the largest network."""
         handles = []
         if self._drop_rate:
             heads = head_names(self.network)
@@ -268,7 +268,7 @@ class OneShot(SharedWeights):
         return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
 
     def recalibrate(self) -> None:
-        """Recompute the statistics of the `shown` networks; the largest one's become the network's own."""
+        """Recompute batch norm statistics of the evaluated sub-networks; the network keeps those of the largest."""
         if has_statistics(self.network):
             super().recalibrate()
             apply_sums(self.network, self._sums.get("largest", {}))
@@ -276,7 +276,7 @@ class OneShot(SharedWeights):
     # Set up.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizer and the schedule of its learning rate."""
+        """Return the weights' optimizer and its learning rate schedule."""
         params: list[Any] = list(self.network.parameters())
         if self._decay_weights_only:  # biases, and the scales and shifts of norms, are vectors
             groups = [
@@ -294,12 +294,12 @@ class OneShot(SharedWeights):
         return self.method.factor(self.schedule, self.space, round_, num_rounds)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that applies client budgets and recalibrates statistics."""
+        """Return the callback that applies client budgets and recalibrates batch norm statistics."""
         return [SubNetworkRounds()]
 
 
 def residual_branches(network: nn.Module) -> list[tuple[nn.Module, float]]:
-    """Return the modules whose output is added to a shortcut, and their fractions of the drop-connect rate.
+    """Return modules whose output is added to a shortcut, each with its fraction of the drop-connect rate.
 
     The fraction of block l of L, counted from 0, is l / L in the last two stages, and 0 before them.
     Source: Huang et al. 2016 for the line; Wang et al. 2021 (AttentiveNAS), released code, for the stages.
@@ -315,7 +315,7 @@ def residual_branches(network: nn.Module) -> list[tuple[nn.Module, float]]:
 
 
 def _skipped(rate: float, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Return an output in which each example is zero with a probability; the others are scaled up."""
+    """Return the output with each example set to zero with probability `rate`; other examples are scaled up."""
     if not rate:
         return output
     shape = (len(output), *[1] * (output.ndim - 1))

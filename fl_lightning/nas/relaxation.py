@@ -37,7 +37,7 @@ from fl_lightning.nas.spaces.cells import Candidate, WeighedEdge
 
 @dataclass(frozen=True)
 class SearchStep:
-    """Inputs, besides α, from which a rule of relaxation computes its factors in a step of a search.
+    """Inputs of a relaxation rule, besides α, in one step of the search: progress, random generator and so on.
 
     Attributes:
         progress: completed fraction of the search, in [0, 1].
@@ -55,7 +55,7 @@ class SearchStep:
 
 @dataclass(frozen=True, eq=False)
 class EdgeWeights:
-    """Factors of the operations on the edges of a network, and of whole edges; an edge uses one row.
+    """Weights for each edge of a search network: one per operation, and optionally one for the whole edge.
 
     Attributes:
         operations: factors h, shape (num_rows, num_operations).
@@ -72,7 +72,7 @@ class EdgeWeights:
 
 
 class MixedEdge(WeighedEdge):
-    """Edge with all candidate operations, weighted by `EdgeWeights`; only the selected ones run."""
+    """Edge that sums its candidate operations, weighted by `EdgeWeights`; operations not selected do not run."""
 
     def __init__(self, row: int, operations: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class MixedEdge(WeighedEdge):
         self.operations = nn.ModuleList(operations)
 
     def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
-        """Return Σ_o h[row, o] · o(x).
+        """Return the weighted sum of the operations' outputs, Σ_o h[row, o] · o(x).
 
         Raises:
             ValueError: if there are no weights, or fewer weights than operations.
@@ -105,7 +105,7 @@ class MixedEdge(WeighedEdge):
 
 
 class Relaxation(ABC):
-    """Base of the rules of relaxation, which build edges and compute their factors.
+    """Base of the relaxation rules, which turn α into weights of the operations on every edge.
 
     Attributes:
         alpha_from: fraction of the search, in [0, 1], in which only the weights learn.
@@ -119,7 +119,7 @@ class Relaxation(ABC):
 
     @abstractmethod
     def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
-        """Return the factors of the operations on every edge; the caller adds the factors of edges if `has_beta`.
+        """Return the weights of the operations on every edge; the caller adds weights of whole edges if `has_beta`.
 
         Args:
             alpha: logits, shape (num_rows, num_operations); gradients flow.
@@ -127,11 +127,11 @@ class Relaxation(ABC):
         """
 
     def edge(self, row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
-        """Return an edge with these candidate operations; a `MakeEdge` for `CellSpace.network`."""
+        """Build an edge with these candidate operations; passed as ``make_edge`` to `CellSpace.network`."""
         return MixedEdge(row, [make(*sizes) for make in candidates])
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Return α after a correction of an optimizer's step; by default α is not corrected.
+        """Return α after the optimizer's step, corrected by this rule; by default not corrected.
 
         Args:
             before: α before the step, shape (num_rows, num_operations).
@@ -142,20 +142,20 @@ class Relaxation(ABC):
 
 
 def drawn_from(step: SearchStep) -> torch.Generator:
-    """Return the random generator of a search step; raises ValueError if it has none."""
+    """Return a search step's random generator; raises ValueError if the step has none."""
     if step.generator is None:
         raise ValueError("this rule draws operations: give the SearchStep a generator")
     return step.generator
 
 
 def gumbel_noise(alpha: Tensor, generator: torch.Generator) -> Tensor:
-    """Return Gumbel noise of the shape of α; drawn in float64 on the CPU, so that devices draw the same."""
+    """Return Gumbel noise in the shape of α, drawn in float64 on the CPU so that all devices draw the same."""
     exponential = torch.empty(alpha.shape, dtype=torch.float64).exponential_(generator=generator)
     return -exponential.clamp_min(torch.finfo(torch.float64).tiny).log().to(alpha)
 
 
 def drawn_operations(alpha: Tensor, num_draws: int, generator: torch.Generator) -> Tensor:
-    """Draw different operations for each row, one after the other, with probabilities softmax(α).
+    """Draw several different operations for each edge, without replacement, with probabilities softmax(α).
 
     They are the largest of α plus Gumbel noise (Kool et al. 2019), also if probabilities round to zero.
 
@@ -172,7 +172,7 @@ def drawn_operations(alpha: Tensor, num_draws: int, generator: torch.Generator) 
 
 
 def one_hot(choices: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor like `like` with ones at the choices, of shape (num_rows, 1), and zeros elsewhere."""
+    """Return a tensor like `like`: in each row 1 at the index in `choices`, shape (num_rows, 1), and 0 elsewhere."""
     return torch.zeros_like(like).scatter(1, choices.to(like.device), 1.0)
 
 
@@ -186,7 +186,7 @@ def straight_through(hard: Tensor, soft: Tensor) -> Tensor:
 
 @final
 class Softmax(Relaxation):
-    """DARTS: all operations run, weighted by the softmax of α.
+    """DARTS relaxation: all operations of an edge run, weighted by the softmax of α.
 
     Example:
         >>> import torch
@@ -202,7 +202,7 @@ class Softmax(Relaxation):
 
 
 def weights_of(choices: Sequence[int], like: Tensor) -> EdgeWeights:
-    """Return the edge weights that run one architecture.
+    """Return edge weights under which each edge runs one chosen operation.
 
     Args:
         choices: index of the operation on every row.
@@ -219,7 +219,7 @@ def weights_of(choices: Sequence[int], like: Tensor) -> EdgeWeights:
 
 @final
 class SinglePath(Relaxation):
-    """ENAS: every edge runs one operation, drawn with probabilities softmax(α); α gets no gradient."""
+    """ENAS relaxation: each edge runs one operation, drawn by softmax(α); α gets no gradient from the loss."""
 
     @override
     def weights(self, alpha: Tensor, step: SearchStep) -> EdgeWeights:
@@ -227,7 +227,7 @@ class SinglePath(Relaxation):
 
 
 def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
-    """Reorder channels: first the first channel of every group, then the second of every group.
+    """Interleave the channels of the groups: first channel of every group, then second of every group, and so on.
 
     Example:
         >>> shuffle_channels(torch.arange(8.0).reshape(1, 8), 4)
@@ -239,14 +239,14 @@ def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
 
 
 class PartialEdge(WeighedEdge):
-    """Edge that runs a mixed edge on the first 1/K of the channels; the others bypass it."""
+    """Edge of PC-DARTS: candidate operations run on the first 1/K of the channels; other channels bypass them."""
 
     def __init__(self, mixed: MixedEdge, part: int, stride: int) -> None:
         super().__init__()
         self.mixed, self._part, self._stride = mixed, part, stride
 
     def forward(self, x: Tensor, weights: EdgeWeights | None = None) -> Tensor:
-        """Return all channels, shuffled, times the factor of the edge if there is one."""
+        """Return all channels, shuffled and, if edges have weights, multiplied by this edge's weight."""
         weights = weights or self.weights
         active = x.shape[1] // self._part
         y = self.mixed(x[:, :active], weights)
@@ -262,7 +262,7 @@ class PartialEdge(WeighedEdge):
 
 @final
 class PartialChannels(Relaxation):
-    """PC-DARTS: operations run on a part of the channels, and edges have weights.
+    """PC-DARTS relaxation: operations run on 1/K of the channels, and each edge has a weight.
 
     Args:
         part: number K of channels of which one runs through the operations, at least 1; 4 in the paper,
@@ -285,7 +285,7 @@ class PartialChannels(Relaxation):
         return EdgeWeights(alpha.softmax(1))
 
     def edge(self, row: int, candidates: Sequence[Candidate], *sizes: int) -> nn.Module:
-        """Return an edge whose operations have 1/K of the channels.
+        """Build an edge whose operations run on 1/K of the channels.
 
         Raises:
             ConfigurationError: if K does not divide the channels, or the edge changes their number.

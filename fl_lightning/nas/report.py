@@ -54,7 +54,7 @@ _NUM_PICTURES = 20  # in TensorBoard, evenly spaced over the run
 
 
 class SearchReport(Callback):
-    """Logs and saves the search of a `Supernet`, which adds this callback itself."""
+    """Callback that logs a `Supernet` search and writes its files; the `Supernet` adds it itself."""
 
     # no values outside of ε: everything is computed from the released model
     unprotected: str | None = None
@@ -66,16 +66,16 @@ class SearchReport(Callback):
         self._shares: dict[int, Tensor] = {}  # probabilities of the operations after each round
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics of α's gradients, and the probabilities after each round."""
+        """Return the statistics of α's gradients, and the operation probabilities after each round."""
         return {**self._signal.state_dict(), "shares": dict(self._shares)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the statistics from `state_dict`."""
+        """Restore the gradient statistics and probabilities that `state_dict` returned."""
         self._signal.load_state_dict(state_dict)
         self._shares = dict(state_dict["shares"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the run, and add the stage by which the server steps α in a federation."""
+        """Check the run's options; in a federation, add the stage in which the server steps α."""
         module: Any = pl_module
         _check_precision(str(trainer.precision))
         federation = federation_of(trainer)
@@ -102,7 +102,7 @@ class SearchReport(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise ConfigurationError if an epoch, or the whole run, has too few steps for α."""
+        """Raise ConfigurationError if α gets no step in an epoch, or too few in the run to decide."""
         module: Any = pl_module
         per_round = 1.0
         if not module.is_federated:
@@ -121,7 +121,7 @@ class SearchReport(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log the metrics of the search after the last batch of a round, before other callbacks read them."""
+        """Log entropy, expected cost and other search metrics after the last batch of a round."""
         if not trainer.is_last_batch:
             return
         module: Any = pl_module
@@ -143,7 +143,7 @@ class SearchReport(Callback):
         module.log_dict(numbers, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the architecture in the last round; draw it in TensorBoard about twenty times in a run."""
+        """Select the architecture in the last round; draw it in TensorBoard about twenty times per run."""
         module: Any = pl_module
         if _is_last_round(trainer):
             self._choose(module)
@@ -156,7 +156,7 @@ class SearchReport(Callback):
         log_figure(trainer, "search/probabilities", lambda: draw(shares)[0], step=step)
 
     def _verdict(self, module: Any, last_round: int) -> str:
-        """Return the line that names the found architecture, or says that α has not decided."""
+        """Return a line of text that names the found architecture, or says that α is still undecided."""
         found, errors = module.architecture, self._signal.standard_errors
         if self._choice:
             return f"architecture: {found}, {self._choice}"
@@ -185,14 +185,14 @@ class SearchReport(Callback):
         )
 
     def _choose(self, module: Any) -> None:
-        """Choose the architecture by accuracy, if an option of the search says so."""
+        """Select the architecture by accuracy if the search's options ask for it."""
         if module.selection == "perturbation":
             self._choice = module.choose_by_perturbation()
         else:
             self._choice = module.choose_best(module.best_of)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the found architecture and write its files."""
+        """Log the found architecture, and write it, its picture and its training configuration to files."""
         module: Any = pl_module
         folder = Path(run_folder(trainer))
         if self._choice is None:  # stopped by a later callback, or resumed without a round left
@@ -224,7 +224,7 @@ class SearchReport(Callback):
         rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
 
     def _write_section(self, folder: Path, module: Any, drawn: str, text: str) -> None:
-        """Write the section of the report: the cell; probabilities, entropy and cost over rounds."""
+        """Write the report's search section: cell, operation probabilities, entropy and expected cost over rounds."""
         page, space, rounds = Page("search"), module.space, list(self._shares)
         page.heading("Architecture search")
         page.text(text)
@@ -250,7 +250,7 @@ class SearchReport(Callback):
 
 
 def cell_figure(architecture: Architecture, title: str = "") -> Any:
-    """Draw the cells of an architecture as graphs: nodes from left to right, edges with operations.
+    """Draw an architecture's cells as graphs: nodes from left to right, edges labelled with operations.
 
     Missing edges are not drawn. Gray arrows without a name concatenate. Dashed edges have no effect: no
     path from an input to the output uses them.
@@ -287,19 +287,19 @@ def _graph(space: CellSpace, architecture: Architecture, kind: str) -> Graph:
 
 
 def _map(space: CellSpace, shares: Tensor) -> Panel:
-    """Return a panel of the probabilities of all operations, with a row per edge."""
+    """Return a chart panel of all operation probabilities, with a row per edge."""
     edges = [f"{row.cell} {row}" for row in space.rows]
     values = shares.double().cpu().numpy()
     return table_map(values, x="operation", y="edge", columns=space.operations, rows=edges)
 
 
 def _entropy(shares: Tensor) -> Tensor:
-    """Mean entropy of the operation probabilities, in nats per row."""
+    """Return the entropy of the operation probabilities, averaged over edges, in nats."""
     return -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
 
 
 def _configuration(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration that the command line wrote, or None for a run started in Python."""
+    """Return the configuration saved in the run's folder; None for a run started in Python."""
     path = folder / CONFIG
     content = yaml.safe_load(path.read_text()) if path.is_file() else None
     return content if isinstance(content, dict) else None
@@ -310,14 +310,14 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _is_last_round(trainer: Trainer) -> bool:
-    """True if the run ends with this round, unless a later callback (EarlyStopping) stops it."""
+    """True if this round is the last; stops by later callbacks (EarlyStopping) are not seen."""
     num_done, num_steps = trainer.current_epoch + 1, trainer.global_step
     is_stopped = trainer.should_stop and num_done >= (trainer.min_epochs or 0)
     return is_stopped or num_done == trainer.max_epochs or 0 <= trainer.max_steps <= num_steps
 
 
 def _check_precision(precision: str) -> None:
-    """Raise ConfigurationError for a precision that stores α or its gradient in 16 bits."""
+    """Raise ConfigurationError if the trainer's precision stores α or its gradient in 16 bits."""
     reason = {
         "16": "gradients of alpha are taken without the scale that keeps float16 from rounding them to zero",
         "bf16-true": "alpha has 8 binary digits, by which its small steps round to nothing",
@@ -330,7 +330,7 @@ def _check_precision(precision: str) -> None:
 
 
 def _check_one_device(world_size: int) -> None:
-    """Raise ConfigurationError for a central search in several processes."""
+    """Raise ConfigurationError if a search without a federation runs in several processes."""
     if world_size > 1:
         raise ConfigurationError(
             f"a search without federation trains in one process, got {world_size}: each would have its own "
@@ -339,7 +339,7 @@ def _check_one_device(world_size: int) -> None:
 
 
 def _check_length(max_epochs: int | None) -> None:
-    """Raise ConfigurationError for a search without a number of epochs."""
+    """Raise ConfigurationError if the trainer has no number of epochs."""
     if max_epochs is None or max_epochs < 1:
         raise ConfigurationError(
             f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: the temperature, and the round "
@@ -348,7 +348,7 @@ def _check_length(max_epochs: int | None) -> None:
 
 
 def _check_turns(alpha_every: int, num_steps: float, what: str) -> None:
-    """Raise ConfigurationError if a round (epoch) has too few steps for one of α; `what` names their number."""
+    """Raise ConfigurationError if a round has fewer steps than `alpha_every`, so that α never moves."""
     if num_steps < alpha_every:
         raise ConfigurationError(
             f"model.alpha_every is {alpha_every}, and {what} is {num_steps:g}: alpha would never move. "
@@ -357,7 +357,7 @@ def _check_turns(alpha_every: int, num_steps: float, what: str) -> None:
 
 
 def _check_beside_updates(federation: Any, module: Any) -> None:
-    """Raise ConfigurationError if clients would send values in clear beside protected updates."""
+    """Raise ConfigurationError if updates are protected but clients would send other values in clear."""
     sends = {
         "architecture_state: clients": module.architecture_state == "clients",
         "the number of right answers of model.selection perturbation": module.selection != "alpha",
@@ -372,7 +372,7 @@ def _check_beside_updates(federation: Any, module: Any) -> None:
 
 
 def _check_reach(module: Any, num_steps: float, num_rounds: int) -> None:
-    """Raise ConfigurationError if α cannot decide even if all its steps go in one direction.
+    """Raise ConfigurationError if this run is too short for α to decide, even if all its steps agreed.
 
     Runs of a single round or of fewer than 10 steps, which try a configuration, are not checked; nor are
     those with ``selection: perturbation``, with a held α, or whose initial α is already decided.

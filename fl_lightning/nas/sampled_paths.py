@@ -52,14 +52,14 @@ Others = Literal["bare", "all", "none"]
 
 
 def gumbel_softmax(alpha: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """Return softmax((log softmax α + noise) / τ) of every row."""
+    """Return softmax((log softmax α + noise) / τ), row by row: noisy operation probabilities."""
     return ((alpha.log_softmax(1) + noise) / temperature).softmax(1)
 
 
 def hard_gumbel_weights(
     alpha: Tensor, noise: Tensor, temperature: float, others: Others
 ) -> EdgeWeights:
-    """Return the edge weights of GDAS for given noise.
+    """Return edge weights of the GDAS relaxation: one operation per edge, drawn with the given Gumbel noise.
 
     Args:
         alpha: logits, shape (num_rows, num_operations).
@@ -79,7 +79,7 @@ def hard_gumbel_weights(
 
 @final
 class HardGumbel(Relaxation):
-    """GDAS: every edge runs one operation, drawn by Gumbel noise; α learns through a softmax.
+    """GDAS relaxation: each edge runs one operation, drawn with Gumbel noise; α gets a softmax's gradient.
 
     Args:
         first_temperature: temperature τ at the start, above 0.
@@ -99,7 +99,7 @@ class HardGumbel(Relaxation):
         self._first, self._last, self._others = first_temperature, last_temperature, others
 
     def temperature(self, progress: float) -> float:
-        """Return the temperature τ at a progress in [0, 1]."""
+        """Return the softmax temperature τ at `progress`, the completed fraction of the search in [0, 1]."""
         return (1 - progress) * self._first + progress * self._last
 
     @override
@@ -110,7 +110,7 @@ class HardGumbel(Relaxation):
 
 @final
 class SoftGumbel(Relaxation):
-    """FBNet: all operations run, weighted by a noisy softmax of α that becomes sharper over the epochs.
+    """FBNet relaxation: all operations run, weighted by a noisy softmax of α that becomes sharper over epochs.
 
     Args:
         first_temperature: temperature τ at the start, above 0.
@@ -134,7 +134,7 @@ class SoftGumbel(Relaxation):
         self.alpha_from = alpha_from
 
     def temperature(self, progress: float) -> float:
-        """Return the temperature τ at a progress in [0, 1]."""
+        """Return the softmax temperature τ at `progress`, the completed fraction of the search in [0, 1]."""
         return float(self._first * self._decay ** (progress * self._num_epochs))
 
     @override
@@ -144,7 +144,7 @@ class SoftGumbel(Relaxation):
 
 
 def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor, *, none: int = -1) -> EdgeWeights:
-    """Return edge weights with one open gate per row, and the gradient of the softmax over several operations.
+    """Return edge weights with a 1 for one operation per edge, and the gradient of a softmax over several.
 
     Args:
         alpha: logits, shape (num_rows, num_operations).
@@ -161,7 +161,7 @@ def gate_weights(alpha: Tensor, paths: Tensor, opened: Tensor, *, none: int = -1
 
 
 def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
-    """Return logits after a step, shifted so that the probabilities of the other operations do not change.
+    """Return stepped logits, shifted so that probabilities of operations without a step do not change.
 
     The sum of the exponentials of the moved logits is that before the step.
 
@@ -177,7 +177,7 @@ def shifted(before: Tensor, after: Tensor, moved: Tensor) -> Tensor:
 
 @final
 class BinaryGates(Relaxation):
-    """ProxylessNAS: one operation per edge runs in a step of the weights, two in a step of α.
+    """ProxylessNAS relaxation: per edge, one operation runs in a step of the weights, two in a step of α.
 
     Args:
         paths: operations per edge that run in a step of α: ``two``, or ``all``, with memory for all.

@@ -44,7 +44,7 @@ _NUM_BLANK = 2  # number of blank images, with whose sums those of remote client
 
 
 class SharedWeights(LightningModule):
-    """LightningModule of shared weights with its evaluation; subclasses define `network` and `shown`.
+    """LightningModule in which many networks share weights, with their evaluation; see `network` and `shown`.
 
     Args:
         networks: networks that share the weights, of at least 2 classes.
@@ -89,11 +89,11 @@ class SharedWeights(LightningModule):
     @property
     @abstractmethod
     def shown(self) -> dict[str, Any]:
-        """Networks that an evaluation runs, by name, the main one last; second arguments of `network`."""
+        """Networks to evaluate, by name, as second arguments of `network`'s forward; the main network comes last."""
 
     @abstractmethod
     def checked(self, batch: Any) -> Batch:
-        """Return the images and labels of a training batch.
+        """Check a training batch's form, and return its images and labels.
 
         Raises:
             ConfigurationError: if the batch has another form.
@@ -110,7 +110,7 @@ class SharedWeights(LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def recalibrate(self) -> None:
-        """Recompute the batch norm statistics of the `shown` networks; all processes call this."""
+        """Recompute the batch norm statistics of the networks to evaluate; every process must call this."""
         self._sums, trainer = {}, self.trainer
         examples = None if trainer.sanity_checking else self._training_examples()
         if examples is None:
@@ -132,7 +132,7 @@ class SharedWeights(LightningModule):
     def _remote_sums(
         self, remote: RemoteSums, shown: Mapping[str, Any], asked: Mapping[int, int]
     ) -> Iterator[list[Sums]]:
-        """Yield the sums of remote clients, after checks against the sums of blank images."""
+        """Yield remote clients' sums for batch norm statistics, after checks against the sums of blank images."""
         images = torch.zeros(self.networks.images(_NUM_BLANK).shape)
         batch = images, torch.zeros(_NUM_BLANK, dtype=torch.long)
         owners = ExampleOwners(FlatShards.of([range(_NUM_BLANK)]), lambda _: batch, _NUM_BLANK)
@@ -155,7 +155,7 @@ class SharedWeights(LightningModule):
         return remote(STATISTICS, asked, read, skips=skips)
 
     def client_sums(self, counts: Mapping[int, int]) -> Iterator[dict[str, Tensor]]:
-        """Yield the sums of the `shown` networks over examples of each client, by network and layer.
+        """Yield, client by client, sums for the evaluated networks' batch norm statistics over its examples.
 
         Args:
             counts: number of examples by client.
@@ -169,25 +169,25 @@ class SharedWeights(LightningModule):
             yield _by_place(dict(zip(shown, found, strict=True)))
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return the sums that evaluations use, by network and layer, to send them to sites."""
+        """Return the sums for batch norm statistics, with keys ``network/layer``, to send them to sites."""
         return _by_place(self._sums)
 
     def use_statistics(self, told: Mapping[str, Tensor]) -> None:
-        """Use sums of `statistics`, which the server sent, in the next evaluation."""
+        """Use, in the next evaluation, the sums for batch norm statistics that the server sent (see `statistics`)."""
         self._sums = _by_network(told)
 
     @property
     def recomputed(self) -> list[str]:
-        """Names of the buffers that `recalibrate` writes; they may differ between server and sites."""
+        """Names of the batch norm buffers that `recalibrate` writes; server and sites may have different values."""
         names = (name for name, _ in batch_norms(self.network))
         return [f"network.{n}.{b}" for n in names for b in ("running_mean", "running_var")]
 
     def normalised(self, name: str) -> AbstractContextManager[None]:
-        """Context in which batch norms use the statistics of a `shown` network, if they are known."""
+        """Return a context in which batch norms use the statistics of one evaluated network, if they are known."""
         return normalised_by(self.network, self._sums.get(name, {}))
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
-        """Log loss and accuracy of the main network, and accuracies of the other `shown` networks."""
+        """Log the main network's loss and accuracy, and the accuracies of the other evaluated networks."""
         images, labels = batch
         shown = list(self.shown.items())
         if has_statistics(self.network) and not self._sums:
@@ -202,11 +202,11 @@ class SharedWeights(LightningModule):
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log val/loss and val/accuracy of the main network, and accuracies of the others in `shown`."""
+        """Log val/loss and val/accuracy of the main network, and accuracies of the other evaluated networks."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log test/loss and test/accuracy of the main network, and accuracies of the others in `shown`."""
+        """Log test/loss and test/accuracy of the main network, and accuracies of the other evaluated networks."""
         self._evaluate("test", batch)
 
     def _scheduler(self, optimizer: Optimizer) -> LambdaLR:
@@ -214,17 +214,17 @@ class SharedWeights(LightningModule):
         return LambdaLR(optimizer, lambda round: self.rate_factor(round, num_rounds))
 
     def rate_factor(self, round_: int, num_rounds: int) -> float:
-        """Return the factor of the learning rate in a round (epoch); a run without end has -1 rounds."""
+        """Return the factor on the learning rate in a round (epoch); `num_rounds` is -1 in a run without end."""
         return self.schedule.factor(round_, num_rounds)
 
 
 def _by_place(every: Mapping[str, Sums]) -> dict[str, Tensor]:
-    """Return the sums of several networks as one mapping, by network and layer."""
+    """Merge several networks' sums for batch norm statistics into one mapping with keys ``network/layer``."""
     return {f"{name}/{layer}": own for name, sums in every.items() for layer, own in sums.items()}
 
 
 def _by_network(told: Mapping[str, Tensor]) -> dict[str, Sums]:
-    """Return the sums of each network, the inverse of `_by_place`."""
+    """Split sums for batch norm statistics by network: from keys ``network/layer``, the inverse of `_by_place`."""
     found: dict[str, Sums] = {}
     for place, own in told.items():
         name, _, layer = place.partition("/")
@@ -233,7 +233,7 @@ def _by_network(told: Mapping[str, Tensor]) -> dict[str, Sums]:
 
 
 def _check_sums(told: Sums, blank: Sums, ratio: float) -> None:
-    """Raise ValueError if sums that a remote client has sent have other sizes or counts, or no valid variance.
+    """Raise ValueError if a remote client's sums for batch norm have wrong sizes or counts, or no valid variance.
 
     Args:
         told: sums of one sub-network, of the same layers as ``blank``.
@@ -249,8 +249,8 @@ def _check_sums(told: Sums, blank: Sums, ratio: float) -> None:
             )
         if not torch.equal(sums[0], own[0] * ratio):
             raise ValueError(
-                f"its sums of {name} have {sums[0, 0]:g} numbers per channel, and square images of "
-                f"model.image_size have {own[0, 0] * ratio:g}"
+                f"its batch norm sums of {name} count {sums[0, 0]:g} numbers per channel, but square images of "
+                f"model.image_size have {own[0, 0] * ratio:g}: set model.image_size to the size of its images"
             )
         mean, square = sums[1:] / sums[0]
         if (square * (1 + 1e-9) < mean.square()).any() or not square.float().isfinite().all():
@@ -260,12 +260,12 @@ def _check_sums(told: Sums, blank: Sums, ratio: float) -> None:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Fraction of correct predictions in a batch, a scalar."""
+    """Return the fraction of correct predictions in a batch, a scalar."""
     return (logits.argmax(dim=1) == labels).float().mean()
 
 
 def check_image_size(side: int, images: Tensor) -> None:
-    """Raise ConfigurationError if neither height nor width of the images is the size for which costs are computed."""
+    """Raise ConfigurationError if the images' height and width both differ from the size assumed for costs."""
     if images.ndim == 4 and side not in images.shape[2:]:
         given = " x ".join(map(str, images.shape[2:]))
         raise ConfigurationError(
@@ -275,7 +275,7 @@ def check_image_size(side: int, images: Tensor) -> None:
 
 
 def _check_labels(num_classes: int, labels: Tensor) -> None:
-    """Raise ConfigurationError if a label is no class of the network."""
+    """Raise ConfigurationError if a label is above the network's last class."""
     if len(labels) and int(labels.max()) >= num_classes:
         raise ConfigurationError(
             f"model.num_classes is {num_classes}, but the data have the label {int(labels.max())}: set "

@@ -17,7 +17,7 @@ test data, and its server returns the α of the first client.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -56,7 +56,7 @@ from fl_lightning.nas.alpha_optimizer import (
     num_kept,
     recall,
 )
-from fl_lightning.nas.mixture import CellMixture, Selection, ZeroCostStart, check_rule
+from fl_lightning.nas.mixture import CellMixture, Selection, check_rule
 from fl_lightning.nas.relaxation import (
     EdgeWeights,
     Relaxation,
@@ -65,6 +65,7 @@ from fl_lightning.nas.relaxation import (
     drawn_operations,
 )
 from fl_lightning.nas.report import SearchReport
+from fl_lightning.nas.search.proxy_scores import ZeroCostStart
 from fl_lightning.nas.shared_weights import Batch, accuracy, check_image_size
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201Table
@@ -84,7 +85,7 @@ _TRAITS = Traits(
 
 
 class Supernet(CellMixture):
-    """Searches a space of cells: trains the weights w, shared by all architectures, and the parameters α.
+    """Architecture search in a space of cells: trains weights w, shared by all architectures, and parameters α.
 
     Args:
         space: space of the architectures.
@@ -214,7 +215,7 @@ class Supernet(CellMixture):
     # When α learns, and what clients send.
 
     def progress(self, round_index: int) -> float:
-        """Fraction of the search before a round (epoch), in [0, 1]: 0 in the first round, 1 in the last.
+        """Return the fraction of the search before a round (epoch), in [0, 1]: 0 in the first, 1 in the last round.
 
         It is 1 in a search of a single round, so that α moves.
         """
@@ -227,21 +228,21 @@ class Supernet(CellMixture):
 
     @property
     def is_federated(self) -> bool:
-        """True if clients train, here or at sites."""
+        """True if the run is federated: clients train, in this process or at remote sites."""
         return federation_options(self.trainer) is not None
 
     @property
     def is_stepped_by_server(self) -> bool:
-        """True if the server steps α, and clients send the sums of their gradients."""
+        """True if the server steps α, with sums of gradients that clients send."""
         return self.is_federated and self.architecture_state == "server"
 
     @property
     def changes_at_clients(self) -> list[str]:
-        """Names of the buffers that clients change and send."""
+        """Names of the module's buffers that clients change and send to the server."""
         return [name for name in ("baseline", "kept_state") if getattr(self, name).numel()]
 
     def new_architecture_optimizer(self, params: Any) -> Optimizer:
-        """Return a new optimizer of α, as in a central search."""
+        """Return a new optimizer of α, with the settings of a central search."""
         optimizer = self._architecture_optimizer(params)
         check_steps_once("model.architecture_optimizer", optimizer)
         return optimizer
@@ -260,7 +261,7 @@ class Supernet(CellMixture):
         return batch["train"]  # type: ignore[no-any-return]
 
     def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:
-        """Step w and α, after both gradients are computed; returns the loss of w."""
+        """Compute the gradients of weights and α, then step both; return the loss of the weights."""
         self.checked(batch)
         optimizers: Any = self.optimizers()
         weights_optimizer, alpha_optimizer = optimizers
@@ -291,7 +292,7 @@ class Supernet(CellMixture):
         return loss.detach()
 
     def _draws(self, batch_idx: int) -> int:
-        """Return the seed of a step's random draws: equal for all clients, or one per client."""
+        """Return the seed of a training step's random draws: the same for all clients, or one per client."""
         if self._same_draws or not self.is_federated:
             return derive_seed(self.seed, "architecture", self.current_epoch, batch_idx)
         return int(torch.randint(2**62, ()))  # a client's stream is a function of round and client
@@ -318,10 +319,12 @@ class Supernet(CellMixture):
     def _alpha_gradients(
         self, batch: Mapping[str, Batch], draws: int, optimizer: Any
     ) -> dict[str, Tensor]:
-        """Return the gradient of α, averaged over the draws of a step."""
+        """Return the gradient of α, averaged over several draws of operations, by name."""
         seeds = [draws, *(derive_seed(draws, "draw", n) for n in range(1, self._alpha_draws))]
         drawn = [self._drawn_gradients(batch, seed, optimizer) for seed in seeds]
-        return {name: sum(one[name] for one in drawn) / len(seeds) for name in drawn[0]}
+        return {
+            name: reduce(torch.add, (one[name] for one in drawn)) / len(seeds) for name in drawn[0]
+        }
 
     def _drawn_gradients(
         self, batch: Mapping[str, Batch], draws: int, optimizer: Any
@@ -373,7 +376,7 @@ class Supernet(CellMixture):
         return gradients_of(loss, alphas)
 
     def on_train_start(self) -> None:
-        """Set the learning rate of this round; a resumed search drops the choice of an earlier end."""
+        """Set this round's learning rate; drop an architecture that an earlier end of the search selected."""
         self.chosen = None
         self._schedule_to(self.current_epoch)
 
@@ -389,7 +392,7 @@ class Supernet(CellMixture):
     # Set up.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimizers of the weights and of α; plain SGD for α if the server steps it."""
+        """Return the optimizers of weights and α; clients use plain SGD for α if the server steps it."""
         weights = self._optimizer(list(self.network.parameters()))
         check_weights_optimizer(weights)
         order = self._learn.order if isinstance(self._learn, Gradient) else "first"
@@ -407,10 +410,10 @@ class Supernet(CellMixture):
 
     @property
     def local_lr(self) -> float:
-        """Learning rate of the clients' plain SGD on α, by which the server divides their updates."""
+        """Learning rate of the clients' plain SGD on α; the server divides their updates by it to get gradients."""
         return float(self.new_architecture_optimizer(list(self.alphas.values())).defaults["lr"])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that reports the search and adds the server's step of α; none at a site."""
+        """Return the callback that reports the search and adds the server's step of α; return none at a site."""
         options = federation_options(self.trainer)
         return [] if options is not None and options.is_at_site else [SearchReport()]

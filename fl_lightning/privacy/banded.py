@@ -46,7 +46,7 @@ _MOST_BANDS = 32
 
 
 class BandedGaussian(Mechanism["BandedMatrixDP"]):
-    """Gaussian noise that is correlated over rounds; see `Mechanism`."""
+    """DP-FTRL mechanism: Gaussian noise on every round's sum, correlated over rounds by a banded matrix."""
 
     @override
     def check(self) -> None:
@@ -61,12 +61,12 @@ class BandedGaussian(Mechanism["BandedMatrixDP"]):
 
     @property
     def bands(self) -> int:
-        """Number of bands of the matrix."""
+        """Number of bands of the matrix C that correlates the noise over rounds."""
         return self.privacy.bands or min(self.run.separation, _MOST_BANDS)
 
     @cached_property
     def columns(self) -> Matrix:
-        """Columns of the matrix, see `banded_factor`."""
+        """Columns of the matrix C that correlates the noise over rounds, see `banded_factor`."""
         return banded_factor(self.run.planned_rounds, self.bands)
 
     @cached_property
@@ -95,11 +95,11 @@ class BandedGaussian(Mechanism["BandedMatrixDP"]):
         return ReleaseCost(GRID_COST, self.noise_multiplier**2)
 
     def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Draw one round's independent noise, a row of Z, in integer steps of the finer grid of C G."""
+        """Draw one round's noise before it is correlated over rounds, as integers, ``scale`` per grid step."""
         return noise_of(self.noise_multiplier * grid.radius * self._sums.scale, size, draw)
 
     def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the round's sum with the next row of correlated noise added."""
+        """Return a round's sum of updates plus the noise of this round, correlated with earlier rounds' noise."""
         return self._sums.next(total, noise)
 
     @override
@@ -107,7 +107,7 @@ class BandedGaussian(Mechanism["BandedMatrixDP"]):
         self._sums.advance()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last rows of sums and of released sums."""
+        """Return for a checkpoint the last rounds' sums, with and without noise, which later noise depends on."""
         return self._sums.state_dict()
 
     @override
@@ -118,7 +118,7 @@ class BandedGaussian(Mechanism["BandedMatrixDP"]):
 @final
 @dataclass(frozen=True, kw_only=True)
 class BandedMatrixDP(Privacy):
-    """Protects each client as `CentralDP` does, without amplification by sampling.
+    """DP-FTRL: client-level privacy by noise correlated over rounds, which needs no random sampling.
 
     Neighbours are data sets with and without one client, whose rounds are public. The number of rounds
     must be known, ``trainer.max_epochs``. Checkpoints contain the sums of the last rounds without
@@ -165,7 +165,7 @@ _MOST_BITS = 51
 
 
 def banded_factor(num_rounds: int, bands: int) -> Matrix:
-    """Return the columns of C, the banded factor, shape (num_rounds, bands): C[j + i, j] at (j, i).
+    """Return the banded matrix C of DP-FTRL by columns, shape (num_rounds, bands): C[j + i, j] at (j, i).
 
     Args:
         num_rounds: n ≥ 1.
@@ -188,7 +188,7 @@ def banded_factor(num_rounds: int, bands: int) -> Matrix:
 
 
 def dense(columns: Matrix) -> Matrix:
-    """Convert the columns into the matrix C, shape (n, n)."""
+    """Convert the columns from `banded_factor` into the whole matrix C, shape (n, n)."""
     matrix = np.zeros((len(columns), len(columns)))
     for band in range(columns.shape[1]):
         rows = np.arange(band, len(columns))
@@ -197,12 +197,12 @@ def dense(columns: Matrix) -> Matrix:
 
 
 def noise_of_rounds(columns: Matrix) -> float:
-    """Root mean square, over rounds, of the standard deviation of a round's noise at z = 1."""
+    """Return the noise's standard deviation on a round's sum (root mean square) at noise multiplier 1."""
     return float(np.sqrt((np.linalg.inv(dense(columns)) ** 2).sum() / len(columns)))
 
 
 def _square_root(num_rounds: int, bands: int) -> Matrix:
-    """First bands of √A, which has the coefficients of (1 - x)^(-½), scaled to unit columns."""
+    """Return the bands of √A, columns scaled to norm 1, where A is the lower triangle of ones."""
     steps = np.arange(1, bands)
     coefficients = np.concatenate([[1.0], np.cumprod(1 - 0.5 / steps)])
     inside = np.arange(num_rounds)[:, None] + np.arange(bands) < num_rounds
@@ -212,7 +212,7 @@ def _square_root(num_rounds: int, bands: int) -> Matrix:
 
 
 def _optimised(start: Matrix) -> Matrix:
-    """Minimise the error by L-BFGS, starting from ``start``; entries below the matrix remain 0."""
+    """Return the columns of C, of norm 1, with the least noise in running sums (L-BFGS from ``start``)."""
     num_rounds, bands = start.shape
     inside = torch.from_numpy(start != 0)
     rows = torch.arange(num_rounds)[:, None] + torch.arange(bands)
@@ -240,7 +240,7 @@ def _optimised(start: Matrix) -> Matrix:
 
 
 class CorrelatedSums:
-    """Adds correlated noise to the sums of a run, round by round: returns the rows of G + C⁻¹ Z in order.
+    """Adds noise that is correlated over rounds to each round's sum: computes G + C⁻¹ Z row by row.
 
     It keeps the last b - 1 rows of sums and of results. C G + Z is computed exactly, in integers: the entries of C are multiples of 1 / `scale`, rounded
     towards 0, so that no column is longer than 1. The product with C⁻¹ depends on these integers alone,
@@ -287,7 +287,7 @@ class CorrelatedSums:
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def next(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the next row, float64 of shape (k,), in steps of G; `advance` moves to the one after it.
+        """Return the current round's sum with noise, in grid steps, float64 of shape (k,).
 
         Args:
             total: row of G, int64, shape (k,).
@@ -313,7 +313,7 @@ class CorrelatedSums:
         return row
 
     def advance(self) -> None:
-        """Move to the next row, once the release of the round is final."""
+        """Move on to the next round, once the released sum of this round is final."""
         if self._pending is None:
             return
         (total, row), kept = self._pending, self._whole.shape[1] - 1
@@ -324,7 +324,7 @@ class CorrelatedSums:
         return float(self._whole[self._index - back, back] / self.scale)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the round index and the latest sums, before and after noise."""
+        """Return for a checkpoint: the round's number, and the latest rounds' sums without and with noise."""
         return {"index": self._index, "sums": self._sums, "released": self._released}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

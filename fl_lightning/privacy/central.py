@@ -33,7 +33,7 @@ from fl_lightning.privacy.private_mean import (
 
 
 class CentralGaussian(Mechanism["CentralDP"]):
-    """Independent Gaussian noise on the sum of every round; see `Mechanism`."""
+    """Mechanism of `CentralDP`: the server adds independent Gaussian noise to every round's sum."""
 
     @override
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class CentralGaussian(Mechanism["CentralDP"]):
 
     @property
     def amplifies(self) -> bool:
-        """True if cohorts are samples."""
+        """True if a cohort is a random sample of the clients (not all of them), which lowers ε."""
         return self.sampling.kind != "all"
 
     @override
@@ -82,7 +82,7 @@ class CentralGaussian(Mechanism["CentralDP"]):
 @final
 @dataclass(frozen=True, kw_only=True)
 class CentralDP(Privacy):
-    """Central differential privacy: protects each client from observers of the models.
+    """Central differential privacy: protects each client from anyone who sees the models; trusts the server.
 
     The server sees updates in clear. Neighbouring data sets differ in one client: added or removed with
     Poisson sampling (`PoissonCohort`) or full participation, replaced by another one with a fixed
@@ -135,5 +135,5 @@ class CentralDP(Privacy):
             object.__setattr__(self, "adaptive_clip", AdaptiveClip(**self.adaptive_clip))
 
     def check_cohort(self, cohort: Cohort) -> None:
-        """Raise ConfigurationError if ε of this cohort sampler is unknown."""
+        """Raise ConfigurationError if the privacy cost ε cannot be computed for this cohort sampler."""
         check_sampler(cohort)

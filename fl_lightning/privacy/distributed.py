@@ -53,7 +53,7 @@ _FINENESS, _RADIUS = 64.0, 16.0
 
 
 class DistributedSkellam(Mechanism["DistributedDP"]):
-    """Shares of Skellam noise; see `Mechanism`."""
+    """Mechanism of `DistributedDP`: every client adds a share of Skellam noise to its integer update."""
 
     @override
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class DistributedSkellam(Mechanism["DistributedDP"]):
 
     @property
     def radius(self) -> float:
-        """Clip norm in steps, which are small against a share's noise and against k roundings."""
+        """Clip norm in integer steps: so many that rounding adds little to noise and sensitivity."""
         radius = _RADIUS * math.sqrt(self.size)
         if self.noise_multiplier > 0:
             fine = _FINENESS * math.sqrt(self.fewest_replies) / self.noise_multiplier
@@ -77,7 +77,7 @@ class DistributedSkellam(Mechanism["DistributedDP"]):
 
     @property
     def share_variance(self) -> float:
-        """Variance of each client's noise, in steps²."""
+        """Variance of the noise that each client adds to its update, in steps²."""
         return (self.noise_multiplier * self.radius) ** 2 / self.fewest_replies
 
     @property
@@ -94,12 +94,12 @@ class DistributedSkellam(Mechanism["DistributedDP"]):
 
     @property
     def release_cost(self) -> ReleaseCost:
-        """Sensitivity and noise of one update of a client, in steps."""
+        """Sensitivity and noise of the sum that a client's update enters, in integer steps."""
         variance = self.share_variance * self.fewest_replies
         return ReleaseCost(2 * self.radius * self.rounding, variance, self.size)
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return the function that rounds a client's update and adds its share of the noise."""
+        """Return the function with which a client rounds its update and adds noise; None without noise."""
         if self.noise_multiplier == 0:
             return None
 
@@ -110,7 +110,7 @@ class DistributedSkellam(Mechanism["DistributedDP"]):
         return release
 
     def num_bits(self, num_clients: int) -> int:
-        """Return b such that all sums over ``num_clients`` are in -2^(b-1) … 2^(b-1) - 1.
+        """Return how many bits b hold any sum over ``num_clients``: it is in -2^(b-1) … 2^(b-1) - 1.
 
         Every coordinate and every share of the noise is bounded, so that there is no exception.
         """
@@ -120,29 +120,29 @@ class DistributedSkellam(Mechanism["DistributedDP"]):
     def client_integers(
         self, delta: Tensor, clip_norm: float, round_index: int, client: int
     ) -> Integers:
-        """Return a client's clipped update as integers with its share of the noise."""
+        """Return a client's clipped update, rounded to integers, plus the client's share of the noise."""
         draw = self.source.stream(round_index, client)
         noise = skellam_noise(self.share_variance, len(delta), draw)
         return to_integers(delta, clip_norm, self.step(clip_norm), draw) + noise
 
     def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
-        """Convert a sum of integers into floating point, with the dtype of ``like``."""
+        """Convert a sum of integer updates into the units of updates, with the dtype of ``like``."""
         return torch.from_numpy(numbers * self.step(clip_norm)).to(like)
 
     @property
     def rounding(self) -> float:
-        """Factor by which rounding raises the sensitivity."""
+        """Factor ≥ 1 by which rounding updates to integers raises the sensitivity."""
         return norm_bound(self.radius, 1.0, self.size) * CHECKED_TO**2 / self.radius
 
     def step(self, clip_norm: float) -> float:
-        """Width of a step, in the units of updates."""
+        """Return the width of one integer step, in the units of updates."""
         return clip_norm / self.radius
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class DistributedDP(Privacy):
-    """Distributed differential privacy: protects each client if the server sees only sums of updates.
+    """Distributed differential privacy: clients add the noise, which suffices if the server sees only sums.
 
     Neighbours differ in the data of one client, replaced by any other. The server knows which clients
     are sampled, so there is no amplification by sampling: a client's ε grows with each of its rounds.
@@ -172,7 +172,7 @@ class DistributedDP(Privacy):
         check_range("federation.privacy: min_shares", self.min_shares, "at least 1")
 
     def check_cohort(self, cohort: Cohort) -> None:
-        """Raise ConfigurationError if cohorts depend on events of the run, or their size varies."""
+        """Raise ConfigurationError if cohorts depend on the run, or vary in size and ``min_shares`` is not set."""
         super().check_cohort(cohort)
         if not cohort.has_fixed_size and self.min_shares is None:
             raise ConfigurationError(
@@ -189,7 +189,7 @@ _GUARD = 256
 
 
 def skellam_noise(variance: float, size: int, draw: Draw) -> Integers:
-    """Draw Skellam noise, int64 of shape (size,).
+    """Draw Skellam noise (difference of two Poisson variables), int64 of shape (size,).
 
     Args:
         variance: μ, in [0, 1e10].
@@ -226,7 +226,7 @@ def skellam_noise(variance: float, size: int, draw: Draw) -> Integers:
 
 
 def _decided(first: Words, second: Words, magnitude: int, uniform: np.uint64, draw: Draw) -> int:
-    """Return the magnitude of a sample that its first random word leaves undecided, by a further word."""
+    """Return a noise sample's magnitude, decided by a second random word where the first is ambiguous."""
     more = draw(1)[0]
     beyond = magnitude + 1
     while beyond < len(first) and first[beyond] == uniform and more < second[beyond]:
@@ -235,7 +235,7 @@ def _decided(first: Words, second: Words, magnitude: int, uniform: np.uint64, dr
 
 
 def largest_noise(variance: float) -> int:
-    """Largest magnitude that `skellam_noise` can draw: the end of the table.
+    """Return the largest absolute value that `skellam_noise` can draw: the end of its table.
 
     Example:
         >>> largest_noise(0.0), largest_noise(9.0)
@@ -246,7 +246,7 @@ def largest_noise(variance: float) -> int:
 
 @lru_cache(maxsize=8)
 def _tail_table(variance: float) -> tuple[Words, Words]:
-    """Table of P(|N| ≥ i) for i = 0, 1, …, if 0 has either sign: the first 63 bits, and the next 64."""
+    """Return the table for Skellam draws: tail probabilities of magnitudes, their first 63 bits and next 64."""
     masses = _bessel(variance)
     tails, tail = [], 0
     for mass in reversed(masses):
@@ -262,7 +262,7 @@ def _tail_table(variance: float) -> tuple[Words, Words]:
 
 
 def _bessel(variance: float) -> list[int]:
-    """I_0(μ), 2 I_1(μ), 2 I_2(μ), … times a common factor, by Miller's downward recurrence.
+    """Return Bessel values I_0(μ), 2 I_1(μ), 2 I_2(μ), … times a common factor, by Miller's recurrence.
 
     I_{i-1} = I_{i+1} + (2i/μ) I_i, from so large an i that the initial values do not matter.
     """
@@ -277,7 +277,7 @@ def _bessel(variance: float) -> list[int]:
 
 
 class LocalGaussian(Mechanism["LocalDP"]):
-    """Independent Gaussian noise on every update; see `Mechanism`."""
+    """Mechanism of `LocalDP`: every client adds Gaussian noise to its own update."""
 
     @property
     @override
@@ -291,11 +291,11 @@ class LocalGaussian(Mechanism["LocalDP"]):
 
     @property
     def release_cost(self) -> ReleaseCost:
-        """Sensitivity and noise of one update of a client, in clip norms."""
+        """L2 sensitivity and noise of a client's single update, in clip norms."""
         return ReleaseCost(2 * GRID_COST, self.noise_multiplier**2)
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return the function that adds a client's noise."""
+        """Return the function with which a client adds noise to its update; None without noise."""
         if self.noise_multiplier == 0:
             return None
 

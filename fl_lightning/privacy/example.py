@@ -54,7 +54,7 @@ _TRAITS = Traits(
 
 
 class ExampleGaussian(Accounted["ExampleDP"]):
-    """Accounting of DP-SGD in all clients of a run; see `Accounted`."""
+    """Computes ε of DP-SGD in clients' local steps, for all clients of a run."""
 
     @override
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class ExampleGaussian(Accounted["ExampleDP"]):
         return []
 
     def turns(self, rounds: int) -> npt.NDArray[np.int64]:
-        """Number of times that each client is sampled in the first rounds, shape (num_clients,)."""
+        """Return how often each client is sampled in the first ``rounds`` rounds, shape (num_clients,)."""
         if len(self._cohorts) < rounds:
             ahead = max(rounds, self.run.num_rounds or 0)
             self._cohorts[:] = self.run.cohorts(ahead)
@@ -77,7 +77,7 @@ class ExampleGaussian(Accounted["ExampleDP"]):
         return np.bincount(ids, minlength=self.run.num_clients)
 
     def work(self, rounds: int) -> list[Work]:
-        """Return (examples, expected batch size, local steps) of the clients that may have the largest ε.
+        """List (examples, expected batch size, local steps) of those clients that may have the largest ε.
 
         ε rises with the sampling rate and with the number of steps: clients with less of both than
         another client are left out.
@@ -94,14 +94,14 @@ class ExampleGaussian(Accounted["ExampleDP"]):
         return hardest
 
     def hardest(self, rounds: int) -> Work:
-        """Return the work of the client with the largest ε."""
+        """Return (examples, expected batch size, local steps) of the client with the largest ε."""
         work = self.work(rounds) or [(1, 1, 0)]
         if len(work) == 1:
             return work[0]
         return max(work, key=lambda one: self._epsilon(one, quick=True))
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return the largest ε of an example after ``rounds`` rounds."""
+        """Return the largest ε of any client's example after ``rounds`` rounds."""
         return max((self._epsilon(one, quick=quick) for one in self.work(rounds)), default=0.0)
 
     def _epsilon(self, work: Work, *, quick: bool) -> float:
@@ -110,7 +110,7 @@ class ExampleGaussian(Accounted["ExampleDP"]):
 
     @property
     def amplifies(self) -> bool:
-        """True if batches are samples."""
+        """True if some client's batches are random samples of its examples, which lowers ε."""
         return bool((self.local.rates < 1).any())
 
     @property
@@ -125,7 +125,7 @@ class ExampleGaussian(Accounted["ExampleDP"]):
 
     @property
     def noise_of_gradients(self) -> float:
-        """Largest standard deviation of the noise of a client's gradient, in clip norms."""
+        """Largest standard deviation, over clients, of the noise on a local gradient, in clip norms."""
         expected = self.local.expected
         return self.noise_multiplier / max(1, int(expected[expected > 0].min(initial=1 << 62)))
 
@@ -162,7 +162,7 @@ def _epsilon(
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExampleDP(Budgeted):
-    """Example-level privacy: protects each example from everybody, including the server, by DP-SGD.
+    """Example-level differential privacy: clients train by DP-SGD, which protects each of their examples.
 
     Neighbours are two shards of one client that differ in one example, added or removed. Assumed
     public: client dataset sizes, and which clients are sampled in which round. So there is no
@@ -200,17 +200,17 @@ class ExampleDP(Budgeted):
 
     @property
     def traits(self) -> Traits:
-        """Traits; ε covers noisy local steps alone."""
+        """Needs of this rule that the rest of a federation must meet, since ε covers only noisy local steps."""
         return _TRAITS
 
     @property
     def is_off(self) -> bool:
-        """True if there is neither clipping nor noise."""
+        """True if the options switch DP-SGD off: infinite clip norm, and no noise."""
         return self.clip_norm == float("inf") and self.noise_multiplier == 0
 
     @override
     def least_noise(self, run: AccountedRun, source: NoiseSource) -> float:
-        """Smallest noise multiplier for which the largest ε of a client is within the budget.
+        """Return the smallest noise multiplier for which every client's ε is within the budget.
 
         It is found for one client, the hardest: of all clients each step of the search would take long.
         """

@@ -35,7 +35,7 @@ P = TypeVar("P", bound="Budgeted")
 
 @dataclass
 class Accounted(ABC, Generic[P]):
-    """Base of mechanisms: the privacy cost of a rule in one run, and its noise.
+    """Base class of privacy mechanisms: a privacy rule applied to one run, with its noise and its cost ε.
 
     By default rounds are independent, and a client's releases add up without amplification.
     """
@@ -49,7 +49,7 @@ class Accounted(ABC, Generic[P]):
         """Compute further attributes from the fields."""
 
     def check(self) -> None:
-        """Raise ConfigurationError if the noise does not fit the run."""
+        """Raise ConfigurationError if this mechanism's noise is impossible in this run."""
 
     @abstractmethod
     def __str__(self) -> str:
@@ -58,28 +58,28 @@ class Accounted(ABC, Generic[P]):
     @property
     @abstractmethod
     def release_cost(self) -> ReleaseCost:
-        """Sensitivity and noise of one release, e.g. in clip norms."""
+        """Sensitivity and noise of one release (such as a round's sum), in common units, e.g. clip norms."""
 
     def most_releases(self, rounds: int) -> int:
-        """Largest number of releases that the data of one client are in."""
+        """Return to how many releases (such as rounds' sums) any one client contributes at most."""
         return self.run.most_turns(rounds)
 
     @property
     def amplifies(self) -> bool:
-        """True if secret draws lower ε in this run (amplification)."""
+        """True if random sampling that is kept secret lowers ε in this run (amplification)."""
         return False
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε after ``rounds`` rounds; ``quick`` allows a slightly higher one."""
+        """Return ε after ``rounds`` rounds; with ``quick``, a slightly higher bound is computed faster."""
         return self.epsilon_if_known(rounds)
 
     def epsilon_if_known(self, rounds: int) -> float:
-        """ε if the adversary knows the draws: that of the client with the most releases."""
+        """Return ε without amplification, for an adversary who knows which clients or examples were sampled."""
         releases = {self.release_cost: self.most_releases(rounds)}
         return composed_epsilon(releases, self.privacy.delta)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that later rounds depend on."""
+        """Return for a checkpoint the state on which later rounds' noise depends."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Accounted(ABC, Generic[P]):
 
 
 class Mechanism(Accounted[P]):
-    """Base of mechanisms that protect clients: the noise on a run's sums; by default there is none.
+    """Base class of client-level privacy mechanisms; by default they add no noise to a round's sum.
 
     Attributes:
         expected: expected size of the cohort, by which sums are divided.
@@ -106,24 +106,24 @@ class Mechanism(Accounted[P]):
 
     @property
     def shares(self) -> NoiseShares | None:
-        """Encoder of clients' updates as integers with shares of the noise, or None for no shares."""
+        """How clients encode updates as integers that include a share of the noise; None if they do not."""
         return None
 
     @property
     @abstractmethod
     def noise_per_round(self) -> float:
-        """Standard deviation of the noise in a sum over an expected cohort, in clip norms."""
+        """Standard deviation of the noise in a round's sum, for a cohort of expected size, in clip norms."""
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
-        """Return the function that clients apply to clipped updates, or None."""
+        """Return the function with which clients make a clipped update private, or None if the server does."""
         return None
 
     def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
-        """Return the noise that the server adds in one round, integers of shape (size,)."""
+        """Return the noise that the server adds to a round's sum, as integers in grid steps, shape (size,)."""
         return np.zeros(size, np.int64)
 
     def released(self, total: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum with noise, in grid steps, shape (k,), computed from integers only.
+        """Return a round's sum of updates with noise, in grid steps, shape (k,), computed from integers only.
 
         Args:
             total: sum of the clipped updates in steps, int64, shape (k,); 0 in an aborted round.
@@ -132,12 +132,12 @@ class Mechanism(Accounted[P]):
         return wide(total + noise)
 
     def commit(self) -> None:
-        """Make the released sum final; without this call the round's sum is released again."""
+        """Make the round's released sum final; without this call, the next release replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted:
-    """Base of privacy rules: options common to client-level and example-level privacy.
+    """Base class of privacy options, common to client-level and example-level privacy.
 
     Attributes:
         kind: class of the mechanism.
@@ -198,7 +198,7 @@ class Budgeted:
         source: NoiseSource | None = None,
         noise_multiplier: float | None = None,
     ) -> Any:
-        """Return the mechanism of a run, of the class `kind`.
+        """Return the mechanism that applies these privacy options to a run.
 
         Args:
             run: the run.
@@ -216,7 +216,7 @@ class Budgeted:
         return mechanism
 
     def least_noise(self, run: AccountedRun, source: NoiseSource) -> float:
-        """Smallest noise multiplier that keeps all planned rounds within the budget."""
+        """Return the smallest noise multiplier with which ε of all planned rounds is within the budget."""
         assert self.epsilon is not None
 
         def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
@@ -226,7 +226,7 @@ class Budgeted:
         return noise_for_budget(epsilon_of, self.epsilon)
 
     def check_cohort(self, cohort: Cohort) -> None:
-        """Raise ConfigurationError if ε of this sampler is unknown; cohorts must not depend on the run."""
+        """Raise ConfigurationError if ε is unknown for this cohort sampler, e.g. if cohorts depend on the run."""
         check_fixed_in_advance(cohort)
 
 
@@ -239,7 +239,7 @@ _WAYS = {
 class Privacy(
     Budgeted, ABC
 ):  # ABC: jsonargparse takes pure dataclasses for options, not for classes
-    """Base of client-level privacy, ``federation.privacy``; subclasses are frozen dataclasses.
+    """Base class of client-level privacy options, given as ``federation.privacy``: frozen dataclasses.
 
     Attributes:
         clients_add_noise: whether clients add the noise, so that their updates must not change; else
@@ -257,7 +257,7 @@ class Privacy(
 
     @property
     def traits(self) -> Traits:
-        """Traits; updates with the client's noise must not be changed before they are summed."""
+        """Needs of this rule that the rest of a federation must meet, e.g. that noisy updates stay unchanged."""
         needs = {Trait.PRIVATE_CLIENTS: "proves its ε for the mean of clipped updates"}
         if self.clients_add_noise:
             needs[Trait.UNCHANGED_UPDATES] = (
@@ -272,7 +272,7 @@ class Privacy(
 
 
 def check_fixed_in_advance(cohort: Cohort) -> None:
-    """Raise ConfigurationError, with a list of alternatives, if cohorts depend on events of the run."""
+    """Raise ConfigurationError if a sampler's cohorts are not fixed in advance but depend on the run."""
     if not cohort.is_fixed_in_advance:
         raise ConfigurationError(
             f"federation.privacy: with {type(cohort).__name__} nobody knows in advance how often a "
@@ -283,7 +283,7 @@ def check_fixed_in_advance(cohort: Cohort) -> None:
 
 @dataclass(frozen=True)
 class LocalSampling:
-    """Poisson sampling of the examples of local steps: each example independently.
+    """Poisson sampling in clients' local steps: each example enters a batch independently.
 
     Example:
         >>> local = LocalSampling(np.array([4, 100]), 10, np.array([2, 2]))
@@ -298,18 +298,18 @@ class LocalSampling:
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
-        """Probability that an example is in a step, min(1, B / n), shape (num_clients,)."""
+        """Probability that an example is in a local step's batch, min(1, B / n), shape (num_clients,)."""
         return np.minimum(1.0, self.batch_size / np.maximum(self.num_examples, 1))
 
     @property
     def expected(self) -> npt.NDArray[np.int64]:
-        """Expected number of examples in a step, min(B, n), shape (num_clients,)."""
+        """Expected batch size of each client's local steps, min(B, n), shape (num_clients,)."""
         return np.minimum(self.batch_size, self.num_examples)
 
 
 @dataclass(frozen=True)
 class AccountedRun:
-    """Properties of a run that determine its ε."""
+    """Facts about a run that determine its ε, such as cohort sampler and numbers of clients and rounds."""
 
     cohort: Cohort  # sampler of the cohorts
     num_clients: int  # number of all clients
@@ -322,7 +322,7 @@ class AccountedRun:
 
     @property
     def planned_rounds(self) -> int:
-        """Planned number of rounds.
+        """Planned number of rounds of the run.
 
         Raises:
             ConfigurationError: if there is no end.
@@ -343,7 +343,7 @@ class AccountedRun:
         return float(self.cohort.expected_size(self.num_clients))
 
     def cohorts(self, num_rounds: int) -> Iterator[ClientIds]:
-        """Yield the cohorts of the first rounds.
+        """Yield the sampled clients (cohort) of each of the first ``num_rounds`` rounds.
 
         Raises:
             ConfigurationError: if cohorts depend on events of the run.
@@ -354,7 +354,7 @@ class AccountedRun:
             yield self.cohort.sample(index, population, self.seed)
 
     def most_turns(self, rounds: int) -> int:
-        """Largest number of times that any client is sampled in the first rounds.
+        """Return how often the most frequent client is sampled in the first ``rounds`` rounds.
 
         ``rounds`` itself if cohorts depend on events of the run.
 
@@ -380,7 +380,7 @@ class AccountedRun:
 
     @cached_property
     def separation(self) -> int:
-        """Smallest distance, in rounds, between two turns of a client; all rounds if none has two.
+        """Fewest rounds from one sampling of a client to its next; all rounds if no client is sampled twice.
 
         Raises:
             ConfigurationError: if cohorts depend on events of the run.

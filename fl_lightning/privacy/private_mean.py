@@ -49,7 +49,7 @@ Release = Callable[[Tensor, int], Tensor]
 
 
 class PrivateMean(PrivateAggregator):
-    """Divides the sum of the clipped updates by the expected cohort size; counts unclipped updates.
+    """Aggregator that divides the sum of clipped updates by the expected cohort size (McMahan et al. 2018).
 
     The attributes ``clip_norm``, ``release``, ``clips`` and ``coins`` are set before `open`.
 
@@ -100,7 +100,7 @@ class PrivateMean(PrivateAggregator):
         )
 
     def add(self, update: ClientUpdate) -> None:
-        """Clip and add one update."""
+        """Clip a client's update, and add it to the round's sum."""
         norm = self.clip_norm if self.clips else float("inf")
         delta, is_within = clipped(update.delta, norm)
         if self.release is not None:
@@ -122,7 +122,7 @@ class PrivateMean(PrivateAggregator):
         self._mean.load_sums(mean)
 
     def close(self) -> Tensor:
-        """Return the sum divided by the expected cohort, without the server's noise."""
+        """Return the round's sum divided by the expected cohort size, without the server's noise."""
         if self.grid is not None:
             return self.grid.value(self.total).to(self._like) / self._expected
         return self._mean.value() * (self.num_replies / self._expected)
@@ -139,7 +139,7 @@ class PrivateMean(PrivateAggregator):
 
 
 def update_noise_multiplier(noise_multiplier: float, bits_stddev: float) -> float:
-    """Noise multiplier of the updates, z_Δ ≥ z, so that updates and count together cost as much as z.
+    """Return the updates' noise multiplier z_Δ ≥ z with which updates and a noisy count cost as much as z.
 
     Args:
         noise_multiplier: z ≥ 0 of both releases together.
@@ -167,7 +167,7 @@ def update_noise_multiplier(noise_multiplier: float, bits_stddev: float) -> floa
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveClip:
-    """A clip norm that follows a quantile of the updates' norms; it starts at ``clip_norm``.
+    """Adaptive clipping (Andrew et al. 2021): the clip norm follows a quantile of the updates' norms.
 
     Args:
         quantile: share of updates that should remain unclipped, γ in (0, 1).
@@ -207,7 +207,7 @@ class AdaptiveClip:
         check_range("federation.privacy: bits_stddev", self.bits_stddev, "at least 0 and finite")
 
     def next_norm(self, clip_norm: float, unclipped: float) -> float:
-        """Return the next round's clip norm.
+        """Return the clip norm of the next round.
 
         Args:
             clip_norm: clip norm of this round.
@@ -217,7 +217,7 @@ class AdaptiveClip:
 
 
 def clipped(delta: Tensor, clip_norm: float) -> tuple[Tensor, Tensor]:
-    """Clip a vector to a norm; return it, and whether it was within the norm before.
+    """Clip a vector to an L2 norm; return the vector, and whether it was within the norm already.
 
     Args:
         delta: finite, shape (k,).

@@ -36,7 +36,7 @@ _VARIABLES = dict(zip((INK, QUIET, RULE, *SERIES), _NAMES, strict=True))
 
 
 def series(number: int) -> str:
-    """Return the colour of the n-th series; colours repeat.
+    """Return the colour of a chart's n-th series; after the last of the 8 colours, the first follows.
 
     Example:
         >>> series(0) == series(len(SERIES))
@@ -46,7 +46,7 @@ def series(number: int) -> str:
 
 
 def style_variables() -> tuple[str, str]:
-    """Return CSS definitions of the colour variables: for the light theme, and for the dark theme."""
+    """Return CSS that defines the charts' colours: one text for the light theme, one for the dark theme."""
     light = "".join(f"--{name}:{colour};" for colour, name in _VARIABLES.items())
     dark = "".join(f"--{name}:{c};" for name, c in zip(_NAMES, _DARK, strict=True))
     return light, dark
@@ -54,7 +54,7 @@ def style_variables() -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Tooltip:
-    """Tooltip of a point or a rectangle of a chart, in units of the axes.
+    """Text shown when the mouse is over a point or rectangle of a chart; coordinates are in axes units.
 
     Attributes:
         x: horizontal coordinate of the point, or of the rectangle's left side.
@@ -80,7 +80,7 @@ _MOST_TOOLTIPS = 1200  # of a chart: a hundred bytes each
 def draw(
     panels: Mapping[str, Panel], title: str = "", *, height: float = _HEIGHT
 ) -> tuple[Figure, list[Tooltip]]:
-    """Draw charts side by side, two in a row.
+    """Draw several charts in one figure, two per row.
 
     Args:
         panels: panels by title, at least one.
@@ -139,7 +139,7 @@ _STYLE: Any = {
 
 
 def file_name(title: str) -> str:
-    """Return a file name for a title.
+    """Return a file name for a chart's title: lower case, with ``_`` for other characters.
 
     Example:
         >>> file_name("val/accuracy, at the end")
@@ -149,7 +149,7 @@ def file_name(title: str) -> str:
 
 
 def write_chart(title: str, panel: Panel, path: Path) -> str:
-    """Write a chart as PNG and SVG, see `write_figure`, and return its SVG for a page.
+    """Write a chart into a PNG and an SVG file, and return an SVG element for the HTML page.
 
     Returns:
         An ``<svg>`` element in the colours of the page, whose ids begin with the file's name.
@@ -160,7 +160,7 @@ def write_chart(title: str, panel: Panel, path: Path) -> str:
 
 
 def write_figure(figure: Figure, path: Path) -> str:
-    """Write a figure as PNG and SVG on white; the same figure gives the same bytes.
+    """Write a figure into a PNG and an SVG file with white background, reproducible byte for byte.
 
     Args:
         figure: the figure.
@@ -186,7 +186,7 @@ def write_figure(figure: Figure, path: Path) -> str:
 
 
 def _as_svg(figure: Figure, tooltips: Sequence[Tooltip]) -> str:
-    """Return tooltips as an SVG group; of more than 1,200, only evenly spaced ones."""
+    """Return a chart's tooltips as an SVG group; at most 1,200, evenly chosen from all."""
     (axes, *_) = figure.axes
     points = 72 / figure.dpi
     height = figure.get_figheight() * 72
@@ -206,7 +206,7 @@ def _as_svg(figure: Figure, tooltips: Sequence[Tooltip]) -> str:
 
 
 def inline(svg: str, name: str) -> str:
-    r"""Prepare an SVG drawing for a page: make its ids unique, and its colours CSS variables.
+    r"""Prepare an SVG for an HTML page: prefix its ids with a name, and replace colours by CSS variables.
 
     Example:
         >>> inline('<?xml?>\n<svg id="a"><use xlink:href="#a" style="stroke: #1b1c1e"/></svg>', "bytes")

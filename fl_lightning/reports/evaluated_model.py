@@ -26,7 +26,7 @@ from fl_lightning.reports.screen import table
 
 
 class ModelOrigin:
-    """Describes the model that a Trainer evaluates: its checkpoint, or its round.
+    """Describes in words which model a Trainer evaluates: from which checkpoint, or after which round.
 
     Example:
         >>> trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
@@ -41,14 +41,14 @@ class ModelOrigin:
     def note(
         self, trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]
     ) -> None:
-        """Record the checkpoint that was loaded into the module."""
+        """Record which checkpoint was loaded into the module; does nothing during a fit."""
         if trainer.state.fn == "fit":
             return  # the fit changes the weights of the checkpoint
         self._words = f"the model {_after(checkpoint)}, {shown_path(str(trainer.ckpt_path))}"
         self._steps, self._module = trainer.global_step, weakref.ref(module)
 
     def words(self, trainer: Trainer) -> str:
-        """Describe the evaluated model in words: its checkpoint, or its round."""
+        """Return words for the evaluated model, such as ``the model after round 7`` and its checkpoint's path."""
         module, steps = trainer.lightning_module, trainer.global_step
         # a fit in between would have changed the weights of the checkpoint
         if self._module is not None and self._module() is module and self._steps == steps:
@@ -60,7 +60,7 @@ class ModelOrigin:
 
 
 def saved_after(path: str) -> str:
-    """Return the round after which a checkpoint was saved, as ``after round 7``; empty if unknown."""
+    """Return when a checkpoint file was saved, in words such as ``after round 7``; empty if unreadable."""
     try:
         # memory-mapped, so that the weights of a large model are not read
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -70,7 +70,7 @@ def saved_after(path: str) -> str:
 
 
 def shown_path(path: str) -> str:
-    """Return a path relative to the working directory if it lies below, else the absolute path."""
+    """Return a path relative to the working directory if it is inside, otherwise the absolute path."""
     absolute, here = Path(path).resolve(), Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
@@ -117,7 +117,7 @@ class ResultsTable(Callback):
         self._origin.note(trainer, pl_module, checkpoint)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Mark the start of a round, to separate its metrics from earlier ones."""
+        """Mark the start of a round, so that its metrics can be told from those of earlier rounds."""
         begin_round(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,20 +139,20 @@ class ResultsTable(Callback):
         rank_zero_info(f"predict: {self._origin.words(trainer)}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table in the command ``validate``."""
+        """Print the table of metrics after the command ``validate``."""
         if trainer.state.fn == "validate":
             self.report(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table in the command ``test`` and in the test at the end of a fit."""
+        """Print the table of metrics after a test: the command ``test``, or the test that follows a fit."""
         self.report(trainer)
 
     def keep(self, trainer: Trainer) -> None:
-        """Store the metrics of the last round for the next table."""
+        """Store the last round's metrics, which `report` adds to its next table."""
         self._kept = logged_in_round(trainer)
 
     def report(self, trainer: Trainer) -> None:
-        """Print the table on standard output, and write it into the log file."""
+        """Print the table of metrics on standard output, and write it into the log file."""
         kept, self._kept = self._kept, {}
         results = results_table(kept | logged_in_round(trainer))
         if not results or not self._is_wanted or not trainer.is_global_zero:
@@ -163,7 +163,7 @@ class ResultsTable(Callback):
 
 
 def results_table(metrics: Mapping[str, Any]) -> str:
-    """Return a table with a row for each metric; empty without metrics.
+    """Return metrics as a text table with one row per metric; an empty text if there are none.
 
     Args:
         metrics: values by name, as the Trainer's ``callback_metrics``: ``val/accuracy`` of the global

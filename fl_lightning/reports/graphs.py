@@ -40,12 +40,12 @@ _OTHERS = ("#d55e00", "#7a5195", "#2f6b2f", "#b33f62", "#4a6fa5", "#a0a03c")
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph whose nodes stand in a row.
+    """A directed graph to draw, such as a cell of an architecture search; its nodes stand in a row.
 
     Attributes:
         title: title above the graph.
         nodes: names of the nodes; the last one is the output.
-        edges: edges; a source has a lower number than its target.
+        edges: source, target and label of each edge; a source has a lower number than its target.
         num_inputs: number of input nodes, which come first.
     """
 
@@ -55,7 +55,7 @@ class Graph:
     num_inputs: int = 1
 
     def on_a_path(self) -> list[bool]:
-        """Return for each edge whether it is on a path from an input to the output.
+        """Return for each edge whether a path from an input node to the output node uses it.
 
         Example:
             >>> edges = [(0, 1, "skip"), (2, 3, "skip"), (1, 3, "pool")]
@@ -70,13 +70,13 @@ class Graph:
         return [source in reached and target in useful for source, target, _ in self.edges]
 
     def limits(self) -> tuple[float, float]:
-        """Lowest and highest vertical position in the panel, in inches."""
+        """Lower and upper limit of the vertical axis of the drawn graph, in inches."""
         heights = [middle(source, target)[1] for source, target, _ in self.edges]
         return min([0.0, *heights]) - 0.5, max([0.0, *heights]) + 0.5
 
 
 def graph_figure(graphs: Sequence[Graph], title: str = "") -> Figure:
-    """Draw graphs below one another.
+    """Draw graphs in one figure, below one another.
 
     Dashed edges have no effect: no path from an input to the output uses them.
     """
@@ -96,12 +96,12 @@ def graph_figure(graphs: Sequence[Graph], title: str = "") -> Figure:
 
 
 def arc(source: int, target: int) -> float:
-    """Height of the control point of an edge divided by the edge's length; positive above the row."""
+    """Rise of an edge's arc (its control point) per length of the edge; positive above the row of nodes."""
     return 0.0 if target - source == 1 else RISE * (-1) ** source
 
 
 def middle(source: int, target: int) -> tuple[float, float]:
-    """Position of the middle of an edge, where the label stands, in inches."""
+    """Position (x, y) of the label of an edge, at the middle of its arc, in inches."""
     across, length = (source + target) / 2, target - source
     return COLUMN_WIDTH * across, COLUMN_WIDTH * length * arc(source, target) / 2
 

@@ -29,7 +29,7 @@ Curve = dict[int, float]  # round to value
 
 @dataclass(frozen=True)
 class RoundLine:
-    """Metrics of one round.
+    """Metrics of one round of a run: a line of ``rounds.jsonl``.
 
     Attributes:
         number: number of the round, from 1.
@@ -55,14 +55,14 @@ class RoundLine:
         return json.dumps(line)
 
     def without(self, names: Collection[str]) -> RoundLine:
-        """Return the round without some metrics."""
+        """Return a copy of the round without the metrics of the given names."""
         metrics = {name: value for name, value in self.metrics.items() if name not in names}
         clients = {name: values for name, values in self.clients.items() if name not in names}
         return RoundLine(self.number, metrics, clients)
 
     @classmethod
     def of(cls, text: str) -> RoundLine:
-        """Read a round from a line of JSON."""
+        """Return the round that a line of ``rounds.jsonl`` describes."""
         line = json.loads(text)
         metrics = {name: _number(value) for name, value in line["metrics"].items()}
         clients = {name: [*map(_number, each)] for name, each in line.get("clients", {}).items()}
@@ -71,13 +71,13 @@ class RoundLine:
 
 @dataclass(frozen=True)
 class History:
-    """The metrics of all rounds of a run, in order."""
+    """The metrics of all rounds of a run, in the order of rounds."""
 
     rounds: Sequence[RoundLine]
 
     @classmethod
     def read(cls, folder: Path) -> History:
-        """Read the history in a run's folder; empty without the file. The last line of a round counts."""
+        """Read ``rounds.jsonl`` in a run's folder; empty without that file. A round's last line counts."""
         path = folder / NAME
         if not path.exists():
             return cls(())
@@ -92,16 +92,16 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics, in the order in which they first occur."""
+        """Names of all metrics of the run, in the order in which they were first logged."""
         return list(dict.fromkeys(name for line in self.rounds for name in line.metrics))
 
     @property
     def unit(self) -> str:
-        """Plural name of the entries: ``rounds`` in a federation, ``epochs`` in a central run."""
+        """Plural of what the history counts: ``rounds`` in a federation, ``epochs`` in a central run."""
         return "rounds" if any(name.startswith("round/") for name in self.names) else "epochs"
 
     def without_twin(self) -> History:
-        """Return the history without ``train/loss`` if the module logs the same loss under its own name.
+        """Return the history without ``train/loss`` if the module logs an equal loss under another name.
 
         Two losses are the same if their values are equal in every round.
 
@@ -120,15 +120,15 @@ class History:
         return History([line.without(names) for line in self.rounds]) if has_twin else self
 
     def curve(self, name: str) -> Curve:
-        """Return the values of one metric by round; empty if it was not logged."""
+        """Return the values of one metric by round number; empty if it was not logged."""
         return {r.number: r.metrics[name] for r in self.rounds if name in r.metrics}
 
     def of_clients(self, name: str) -> dict[int, Sequence[float]]:
-        """Return the values of one metric of each round's clients, by round."""
+        """Return, by round number, the values of one metric for the round's clients."""
         return {r.number: r.clients[name] for r in self.rounds if name in r.clients}
 
     def bytes_by_purpose(self, way: str, once: Mapping[str, float]) -> dict[str, Curve]:
-        """Return the bytes that all clients together sent or received, by purpose and round.
+        """Return the bytes that all clients sent (or received), first by purpose, such as updates, then by round.
 
         Args:
             way: ``up`` (from clients) or ``down`` (to clients).
@@ -149,31 +149,31 @@ class History:
 
     @property
     def client_names(self) -> list[str]:
-        """Names of the metrics that were recorded per client."""
+        """Names of the metrics that were recorded for single clients."""
         names = dict.fromkeys(name for line in self.rounds for name in line.clients)
         return [name for name in names if name != IDS]
 
 
 def begin(folder: Path, after: int) -> None:
-    """Drop the rounds in a folder's history after a number of completed rounds."""
+    """Rewrite ``rounds.jsonl`` in a folder with only the rounds up to number ``after``."""
     kept = [line for line in History.read(folder).rounds if line.number <= after]
     write_whole(folder / NAME, "".join(f"{line.text()}\n" for line in kept))
 
 
 def append(folder: Path, line: RoundLine) -> None:
-    """Append a round to the history in a folder."""
+    """Append the line of a round to ``rounds.jsonl`` in a folder."""
     with (folder / NAME).open("a", encoding="utf-8") as file:
         file.write(f"{line.text()}\n")
 
 
 def _are_equal(one: Curve, other: Curve) -> bool:
-    """Return whether two curves are equal up to rounding in single precision."""
+    """Return whether two metrics have the same rounds, and equal values up to single-precision rounding."""
     values, others = [*one.values()], [*other.values()]
     return one.keys() == other.keys() and np.allclose(values, others, atol=0, equal_nan=True)
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite by None, which JSON writes as null."""
+    """Replace NaN and infinite numbers by None, which JSON writes as null."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, Sequence):

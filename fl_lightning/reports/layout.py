@@ -22,7 +22,7 @@ _LABELLED = re.compile(r"(?P<label>\w[\w ./-]{0,10}): (?P<text>.*)", re.DOTALL)
 
 
 def laid_out(message: str, width: int) -> str:
-    """Lay a log message out in two columns, label and text; lines are wrapped between words.
+    """Format a log message such as ``bytes: 4 MB`` in two columns, label and text, with wrapped lines.
 
     Args:
         message: the log message; in ``bytes: 4 MB``, the label is ``bytes``. A message of several lines
@@ -49,7 +49,7 @@ def laid_out(message: str, width: int) -> str:
 
 
 def in_lines(text: str, stream: Any) -> str:
-    """Wrap a line of text to a terminal's width; for other streams, or several lines, it is unchanged."""
+    """Wrap a line of text to the width of a terminal; unchanged if the stream is none, or for several lines."""
     if not is_terminal(stream) or "\n" in text:
         return text
     width = width_of(stream) - 1
@@ -57,7 +57,7 @@ def in_lines(text: str, stream: Any) -> str:
 
 
 class FileFormatter(logging.Formatter):
-    r"""Formats a log record as time, level and message; further lines are indented.
+    r"""Formats log records for a file: time, level and message; a message's further lines are indented.
 
     So they do not look like separate messages.
 
@@ -80,7 +80,7 @@ class FileFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(FileFormatter):
-    """Lays messages out in two columns if the handler writes to a terminal.
+    """Formats log messages in two columns, label and text, if their handler writes to a terminal.
 
     Args:
         handler: the handler that uses this formatter.
@@ -119,7 +119,7 @@ def is_terminal(stream: Any) -> bool:
 
 
 def width_of(stream: Any) -> int:
-    """Return the number of columns of a terminal, at least 40; 80 if unknown.
+    """Return the width of a terminal in columns, at least 40; 80 if it is unknown.
 
     Example:
         >>> from io import StringIO
@@ -134,7 +134,7 @@ def width_of(stream: Any) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration as minutes and seconds, or hours, minutes and seconds.
+    """Format a duration in seconds as ``1:15`` (minutes and seconds) or ``3:01:00`` (with hours).
 
     Example:
         >>> duration(7.4), duration(75), duration(3 * 3600 + 60)

@@ -38,7 +38,7 @@ LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "fl_lightni
 
 
 class EarlyMessages(logging.Handler):
-    """Log handler that stores messages until the log file is open."""
+    """Log handler that stores messages in memory until the run's log file is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class EarlyMessages(logging.Handler):
 
 
 def take_early_messages() -> list[logging.LogRecord]:
-    """Return the messages that `EarlyMessages` handlers have stored, by time, and remove them."""
+    """Return the messages logged before the log file was open, sorted by time, and forget them."""
     handlers = {handler for name in LOGGERS for handler in logging.getLogger(name).handlers}
     early = [handler for handler in handlers if isinstance(handler, EarlyMessages)]
     records = [record for handler in early for record in handler.records]
@@ -68,7 +68,7 @@ _NOISE = re.compile(
 
 
 def _is_for_the_screen(record: logging.LogRecord) -> bool:
-    """Return whether the screen shows a message: warnings, and messages about this run but no details."""
+    """Return whether to show a log message on the screen: warnings, and messages about this run."""
     if record.levelno >= logging.WARNING:
         return True
     is_detail = record.levelno < logging.INFO or getattr(record, DETAIL, False)
@@ -76,12 +76,12 @@ def _is_for_the_screen(record: logging.LogRecord) -> bool:
 
 
 def detail() -> dict[str, Any]:
-    """Return the arguments of ``rank_zero_info`` for a message that goes into the log file only."""
+    """Return keyword arguments with which ``rank_zero_info`` logs only into the file, not onto the screen."""
     return {"extra": {DETAIL: True}}
 
 
 def tidy_screen() -> Callable[[], None]:
-    """Format Lightning's messages on the screen in two columns, and return a function that undoes this.
+    """Show Lightning's log messages in two columns on the screen; return a function that undoes this.
 
     Handlers that already have a formatter do not change.
     """
@@ -101,7 +101,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def with_place(message: Warning | str, category: type[Warning], filename: str, lineno: int) -> str:
-    """Return a warning's text; for warnings of other packages with category, file and line."""
+    """Return a warning's text; other packages' warnings also get their category, file and line."""
     if Path(filename).is_relative_to(_PACKAGE):
         return str(message)
     return f"{message} ({category.__name__}, {os.path.relpath(filename)}:{lineno})"
@@ -111,7 +111,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 
 class RunLog(Callback):
-    """Writes ``run.log`` in the run's folder: time, level and message, a line for every round.
+    """Writes the run's log file ``run.log``: all log messages with time and level, and a line per round.
 
     The file has the log messages and warnings of all libraries, the model's layers and, if the run fails,
     the traceback. A run that is resumed, validated or tested appends to its file. A Trainer with neither
@@ -142,7 +142,7 @@ class RunLog(Callback):
         self._undo: list[Callable[[], None]] = []  # a stack of contexts cannot be copied
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Open the file, to append to it."""
+        """Open the log file ``run.log``, to append to it."""
         self._close()
         self._undo.append(tidy_screen())
         folder = folder_of(trainer)  # a collective call: every process has to make it
@@ -150,16 +150,16 @@ class RunLog(Callback):
             self._open(Path(folder, NAME), trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the model's layers."""
+        """Write a summary of the model's layers into the log file."""
         if trainer.is_global_zero:
             self._write(logging.INFO, f"layers\n{summarize(pl_module, max_depth=2)}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Mark the start of a round, to separate its metrics from earlier ones."""
+        """Mark the start of a round, so that its metrics can be told from those of earlier rounds."""
         begin_round(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a line for the round, unless the progress bar logs one anyway."""
+        """Write a line about the round into the log file, unless the progress bar logs the same line."""
         bars = [c for c in trainer.callbacks if isinstance(c, RoundProgressBar)]  # type: ignore[attr-defined]
         if trainer.is_global_zero and not any(bar.logs_rounds for bar in bars):
             self._write(logging.INFO, round_line(trainer))
@@ -167,17 +167,17 @@ class RunLog(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Write the error that has ended the run, with its traceback."""
+        """Write the error that ended the run into the log file, with its traceback."""
         trace = "".join(traceback.format_exception(exception))
         self._write(logging.ERROR, f"{type(exception).__name__}: {exception}\n{trace}")
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the file."""
+        """Close the log file."""
         self._close()
 
     def _open(self, path: Path, trainer: Trainer) -> None:
-        """Add the file to the loggers; the first process writes earlier messages into it."""
+        """Send all loggers' messages to the file; the first process also writes earlier messages."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._handler = logging.FileHandler(path, "a", encoding="utf-8")
         self._undo.append(self._handler.close)
@@ -202,13 +202,13 @@ class RunLog(Callback):
             self._write(logging.INFO, f"{' '.join(sys.argv)} ({software()})")
 
     def _write(self, level: int, message: str) -> None:
-        """Write a message into the file only."""
+        """Write a message into the log file, not onto the screen."""
         if self._handler is not None and level >= self._least:
             made = logging.LogRecord("fl_lightning", level, __file__, 0, message, (), None)
             self._handler.handle(made)
 
     def _close(self) -> None:
-        """Close the file, and restore handlers, levels and the display of warnings."""
+        """Close the log file, and restore log handlers, log levels and the display of warnings."""
         while self._undo:
             self._undo.pop()()
         if warnings.showwarning == self._show_warning:
@@ -229,7 +229,7 @@ class RunLog(Callback):
 
 
 def folder_of(trainer: Trainer) -> str | None:
-    """Return the folder of a run, None if it has none; a collective call, which every process has to make.
+    """Return the folder of a run, or None if it has none. Every process must call this (a collective).
 
     Without a logger it is the Trainer's ``default_root_dir``, unless that is the working directory.
     """
@@ -241,7 +241,7 @@ def folder_of(trainer: Trainer) -> str | None:
 
 
 def software() -> str:
-    """Return the versions of the most important packages, in words."""
+    """Return the versions of fl-lightning, lightning, torch and Python as one line of text."""
     from fl_lightning import __version__
 
     found = f"fl-lightning {__version__}, lightning {lightning.__version__}"

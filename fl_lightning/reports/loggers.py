@@ -70,7 +70,7 @@ _LAYOUT: dict[str, dict[str, str]] = {
 def hold_constants(
     trainer: Trainer, names: str = _RARELY_CHANGES, earlier: Sequence[RoundLine] = ()
 ) -> Callable[[], None]:
-    """Keep constant metrics, and the number of the epoch, out of TensorBoard's charts.
+    """Keep metrics out of TensorBoard's charts while their value is constant; also the epoch's number.
 
     A metric becomes a chart, with all of its earlier values, once its value changes. Other loggers get
     every metric at once.
@@ -93,7 +93,7 @@ def hold_constants(
 
 
 class _ChangingMetrics:
-    """Logs a metric whose name matches a pattern only after its value has changed."""
+    """Replaces a logger's ``log_metrics``: holds back metrics that match a pattern until their value changes."""
 
     def __init__(self, log: Any, held: re.Pattern[str], earlier: Sequence[RoundLine]) -> None:
         self._pattern, self._changed = held, set[str]()
@@ -130,7 +130,7 @@ def _in_single(value: Any) -> Any:
 
 
 def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
-    """Set the order of TensorBoard's charts, which a later call replaces; only in the first process."""
+    """Set the order of charts in TensorBoard's tab Custom Scalars. Call this in the first process only."""
     names = [*logged]
     layout = {
         tab: {
@@ -147,7 +147,7 @@ def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
 
 
 def show_results(trainer: Trainer, folder: Path, history: History) -> None:
-    """Write the table of the last round, and the HPARAMS tab with the options in ``config.yaml``, to TensorBoard."""
+    """Write the last round's metrics (tab Text) and the run's options (tab HPARAMS) to TensorBoard."""
     from torch.utils.tensorboard.summary import hparams  # a second to import
 
     last = {name: [*history.curve(name).values()][-1] for name in history.names}
@@ -164,7 +164,7 @@ def show_results(trainer: Trainer, folder: Path, history: History) -> None:
 
 
 def run_options(folder: Path) -> dict[str, str | float | bool]:
-    """Return the options in a run's ``config.yaml`` by path; empty without that file."""
+    """Return a run's options by dotted path, read from its ``config.yaml``; empty without that file."""
     path = folder / "config.yaml"
     if not path.exists():
         return {}
@@ -190,7 +190,7 @@ _OURS = re.compile(
 
 
 def board_tag(name: str) -> str:
-    """Return TensorBoard's tag of a metric or figure; tags of our own names sort after ``val/``.
+    """Return a TensorBoard tag; names of this package's own metrics get a dot, to sort after ``val/``.
 
     Example:
         >>> board_tag("round/seconds"), board_tag("val/loss")
@@ -203,7 +203,7 @@ _FIGURES = "figures"
 
 
 def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step: int) -> None:
-    """Draw and log a figure, or save it as a PNG file if no logger shows figures.
+    """Draw a figure and log it, or save it as a PNG file if no logger of the Trainer accepts figures.
 
     Without a logger nothing is drawn. Call this in the first process only.
     """
@@ -218,7 +218,7 @@ def log_figure(trainer: Trainer, name: str, draw: Callable[[], Figure], *, step:
 
 
 def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> None:
-    """Log a histogram of the finite values, shape (n,), with the loggers that show histograms."""
+    """Log a histogram of the finite values, shape (n,), with each logger that accepts histograms."""
     finite = values[values.isfinite()]
     if not len(finite):
         return
@@ -239,7 +239,7 @@ def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> 
 
 
 def log_clients(trainer: Trainer, values: Mapping[int, Mapping[str, float]], *, step: int) -> None:
-    """Log finite metrics of single clients as ``client/<number>/<name>``; callbacks cannot monitor them."""
+    """Log finite per-client metrics as ``client/<number>/<name>``, which callbacks cannot monitor."""
     numbers = {
         f"client/{client}/{name}": value
         for client, metrics in values.items()
@@ -251,7 +251,7 @@ def log_clients(trainer: Trainer, values: Mapping[int, Mapping[str, float]], *, 
 
 
 def _show(logger: Any, name: str, figure: Figure, step: int) -> bool:
-    """Log a figure; return whether the logger accepts figures."""
+    """Log a figure with one logger, and return whether this logger accepts figures."""
     kinds = _kinds(logger)
     if "TensorBoardLogger" in kinds:
         logger.experiment.add_figure(board_tag(name), figure, step, close=False)
@@ -271,7 +271,7 @@ def _show(logger: Any, name: str, figure: Figure, step: int) -> bool:
 
 
 def _kinds(logger: Any) -> set[str]:
-    """Return the names of a logger's class and of its bases."""
+    """Return the names of a logger's class and of all its base classes."""
     return {kind.__name__ for kind in type(logger).__mro__}
 
 

@@ -35,7 +35,7 @@ _DRY_CLIENTS = 20  # most clients that a dry run trains in a round and process
 
 
 class RunOverview(Callback):
-    """Logs a fit's model, optimizer, federation, machine and folder, a line for each.
+    """Logs an overview when a fit starts: one line each for model, optimizer, federation, machine and folder.
 
     `PartitionReport` logs the data; the federation logs its bytes and its engine.
     """
@@ -54,13 +54,13 @@ class RunOverview(Callback):
             rank_zero_info(f"run: {shown_path(folder)}{resumed if path else ''}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the reason if early stopping has ended the fit."""
+        """If early stopping has ended the fit, log its reason."""
         if (reason := why_it_stopped(trainer)) is not None:
             rank_zero_info(f"stopped: {reason}")
 
 
 def facts_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, str]]:
-    """Yield names and descriptions of a fit's model, optimizers, federation and machine."""
+    """Yield the overview of a fit as pairs (name, text): model, optimizers, federation, machine."""
     yield "model", ", ".join(_model(module))
     for optimizer in trainer.optimizers:
         yield "optimizer", ", ".join(_optimizer(optimizer))
@@ -70,7 +70,7 @@ def facts_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, s
 
 
 def why_it_stopped(trainer: Trainer) -> str | None:
-    """Return a sentence with the reason why early stopping has ended a fit; None if it has not."""
+    """Return in words why early stopping ended a fit, or None if it did not."""
     stopping = [c for c in trainer.early_stopping_callbacks if isinstance(c, EarlyStopping)]
     ended = next((c for c in stopping if c.stopped_epoch), None)
     # a resumed run knows the stop of the run before
@@ -94,7 +94,7 @@ def why_it_stopped(trainer: Trainer) -> str | None:
 
 
 def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Return facts about a fit by name: date, data, model, algorithm, machine, seed, versions, commit, command."""
+    """Return facts about a fit by name, such as its date, data, model, seed, package versions and git commit."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     source = getattr(data, "source", data)
     clients = f", {len(data.clients):,} clients" if isinstance(data, FederatedDataModule) else ""
@@ -117,7 +117,7 @@ def provenance(trainer: Trainer, module: LightningModule) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the git commit of the working directory; empty outside of git."""
+    """Return the git commit of the working directory; empty outside of a git repository."""
 
     def git(*words: str) -> str:
         run = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5)
@@ -140,7 +140,7 @@ def _model(module: LightningModule) -> Iterator[str]:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yield an optimizer's class and its options that differ from the class's defaults."""
+    """Yield in words an optimizer's class, its learning rate, and its options that are not defaults."""
     yield type(optimizer).__name__
     known = inspect.signature(type(optimizer)).parameters
     for name in (name for name in optimizer.defaults if name in known):
@@ -164,7 +164,7 @@ def _federation(trainer: Trainer, federation: Federation) -> Iterator[str]:
 
 
 def _parts(federation: Federation) -> list[str]:
-    """Return the class names of the parts of a federation."""
+    """Return class names of a federation's components, such as its aggregator, privacy and attackers."""
     parts = (
         *(federation.correction, federation.personal, federation.asynchronous),
         *(federation.aggregator, *federation.updates, *federation.download),
@@ -174,7 +174,7 @@ def _parts(federation: Federation) -> list[str]:
 
 
 def _algorithm(federation: Federation) -> str:
-    """Return the parts that make a federation other than plain averaging, or FedAvg."""
+    """Name a federation's algorithm: its components other than plain averaging, or ``FedAvg`` without any."""
     return ", ".join(name for name in _parts(federation) if name != "Mean") or "FedAvg"
 
 
@@ -189,7 +189,7 @@ def _machine(trainer: Trainer) -> Iterator[str]:
 
 
 class DryRun(Callback):
-    """Stops a fit after two rounds, and logs an estimate of the whole run's seconds, memory and bytes.
+    """Stops a fit after two rounds, and logs estimates for the whole run: seconds, memory, bytes sent.
 
         seconds = a + s (C / K - 1) + (R - 1) s C / K + R v / e
 
@@ -229,13 +229,13 @@ class DryRun(Callback):
             self._share = cohort / most
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the clock that measures the two rounds."""
         is_cpu = trainer.strategy.root_device.type == "cpu"
         self._clock = time.thread_time if is_cpu else time.perf_counter
         self._mark()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate after each of the two rounds, also if ``val_check_interval`` counts batches over all rounds."""
+        """Make the fit validate after both of its rounds, also if ``val_check_interval`` spans several rounds."""
         batches = num_batches(trainer)
         interval = getattr(trainer, "val_check_interval", 1.0)  # missing if it is a time
         is_count = isinstance(interval, int) and isinstance(batches, int)
@@ -244,27 +244,27 @@ class DryRun(Callback):
             trainer.val_check_batch = batches
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the clock; the time of the previous round includes its checkpoint."""
+        """Note the time at which a round starts; the previous round's time includes its checkpoint."""
         self._mark()
         self._validation = 0.0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop after the second round."""
+        """Stop the fit after its second round."""
         if len(self._marks) > _DRY_ROUNDS:
             trainer.should_stop = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock during a validation."""
+        """Stop the clock, since a validation begins, whose time is counted separately."""
         self._began = self._clock()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restart the clock, and add the seconds of the validation to those of the round."""
+        """Restart the clock, and count the seconds of the validation separately."""
         seconds = self._clock() - self._began
         self._validation += seconds
         self._paused += seconds
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the estimate."""
+        """Log the estimates for the whole run."""
         self._mark()
         for line in self._lines(trainer) if trainer.is_global_zero else ():
             rank_zero_info(f"estimate: {line}")
@@ -297,7 +297,7 @@ class DryRun(Callback):
 
 
 def _needs_whole_cohort(federation: Federation) -> bool:
-    """Return whether a smaller cohort would be refused, or its cost would not scale with its size."""
+    """Return whether a dry run needs whole cohorts: for privacy, robust or secure sums, or ``min_replies``."""
     aggregator = as_aggregator(federation.aggregator)
     return (
         federation.client_privacy is not None  # needs a random sample
@@ -318,7 +318,7 @@ def _peak_memory() -> int | None:
 
 
 class PartitionReport(Callback):
-    """Logs a summary and a picture of the partition when a fit starts, and saves ``partition.csv``.
+    """Reports which client has which data when a fit starts: logs a summary and a figure, saves a CSV file.
 
     The picture ``partition`` (clients × classes) goes to loggers that accept pictures, otherwise into a
     file. ``partition.csv`` in the run's folder has one row per client.
@@ -328,7 +328,7 @@ class PartitionReport(Callback):
     unprotected = "the picture and table of the partition"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log and save the partition, before the first round."""
+        """Log and save the partition of the data over clients, before the first round."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, FederatedDataModule):
             return

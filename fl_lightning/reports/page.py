@@ -17,7 +17,7 @@ FRAGMENTS = "sections"  # subfolder of a run, with HTML that other callbacks add
 
 @dataclass
 class Page:
-    """A self-contained HTML page, to which parts are added one by one.
+    """A self-contained HTML page: headings, texts, charts and tables are appended one by one.
 
     Attributes:
         title: title of the page.
@@ -35,23 +35,23 @@ class Page:
     _parts: list[str] = field(default_factory=list)
 
     def tiles(self, facts: Sequence[tuple[str, str]]) -> None:
-        """Add tiles with the most important facts: pairs of a name and a short value."""
+        """Append tiles (boxes with a big number) for the most important facts: pairs of name and short value."""
         self._add("tiles", facts)
 
     def heading(self, text: str) -> None:
-        """Add a heading."""
+        """Append a heading to the page."""
         self._add("heading", text)
 
     def text(self, text: str) -> None:
-        """Add a paragraph of explanation."""
+        """Append a paragraph of text to the page."""
         self._add("text", text)
 
     def facts(self, facts: Mapping[str, str]) -> None:
-        """Add a list of facts by name, a line each."""
+        """Append a list of named facts to the page, one line per fact."""
         self._add("facts", facts)
 
     def charts(self, panels: Mapping[str, Panel], folder: Path, prefix: str = "") -> None:
-        """Add a chart for each panel, and write it as PNG and SVG; equal file names get a number."""
+        """Append a chart per panel, and write it into PNG and SVG files; equal file names get a number."""
         drawn, numbers = [], Counter[str]()
         for title, panel in panels.items():
             name = file_name(title)
@@ -61,7 +61,7 @@ class Page:
         self._add("charts", drawn)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], fold: str = "") -> None:
-        """Add a table.
+        """Append a table to the page.
 
         Args:
             head: names of the columns.
@@ -71,25 +71,25 @@ class Page:
         self._add("table", head, rows, fold)
 
     def verbatim(self, text: str, fold: str) -> None:
-        """Add preformatted text in a fold with a label."""
+        """Append preformatted text, hidden under the label ``fold`` until that is clicked."""
         self._add("verbatim", text, fold)
 
     def include(self, fragment: str) -> None:
-        """Add HTML to the page, e.g. the `fragment` of another page."""
+        """Append raw HTML to the page, such as the `fragment` of another page."""
         self._parts.append(fragment)
 
     def fragment(self) -> str:
-        """Return the HTML of all parts, without title and style."""
+        """Return the HTML of the page's content, without title and style sheet."""
         return "".join(self._parts)
 
     def html(self) -> str:
-        """Return the HTML of the page."""
+        """Return the whole page as HTML."""
         light, dark = style_variables()
         known = {"title": self.title, "subtitle": self.subtitle, "parts": self.fragment()}
         return str(_template().render(**known, light=light, dark=dark))
 
     def write(self, path: Path) -> None:
-        """Write the file."""
+        """Write the page into an HTML file."""
         write_whole(path, self.html())
 
     def _add(self, macro: str, *content: Any) -> None:

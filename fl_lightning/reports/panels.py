@@ -21,7 +21,7 @@ _MOST_LETTERS = 36  # of categories side by side; if they have more, they are tu
 
 @dataclass(frozen=True)
 class Line:
-    """A curve with an optional band around it.
+    """A curve of a chart, with an optional band of one standard deviation around it.
 
     Attributes:
         x: x coordinates, increasing, shape (n,).
@@ -38,7 +38,7 @@ class Line:
     colour: str = SERIES[0]
 
     def draw(self, axes: Any, of: str) -> Iterator[Tooltip]:
-        """Draw the curve; yield a tooltip for each finite value, which names the horizontal axis ``of``."""
+        """Draw the curve, and yield a tooltip for each finite value; ``of`` is the horizontal axis's name."""
         marker = "o" if len(self.x) <= _MARKED else ""
         label = self.label or "_"
         axes.plot(self.x, self.y, label=label, color=self.colour, marker=marker, markersize=3)
@@ -57,7 +57,7 @@ class Line:
 def curves(
     lines: Sequence[Line], *, x: str = "round", y: str = "", from_zero: bool = False
 ) -> Panel:
-    """Return a panel of curves, with labels of the axes."""
+    """Return a function that draws curves on matplotlib axes, with the axes' labels."""
 
     def panel(axes: Any) -> list[Tooltip]:
         tooltips = [tooltip for line in lines for tooltip in line.draw(axes, x)]
@@ -74,7 +74,7 @@ def curves(
 
 
 def fan(x: Sequence[float], quantiles: npt.NDArray[np.float64]) -> Panel:
-    """Return a panel of a distribution over rounds: range, inner 80 % and median.
+    """Return a chart of a distribution by round: its range, inner 80 % and median as bands and a curve.
 
     Args:
         x: rounds, shape (n,).
@@ -100,7 +100,7 @@ def fan(x: Sequence[float], quantiles: npt.NDArray[np.float64]) -> Panel:
 def distribution(
     groups: Mapping[str, Mapping[str, float]], *, x: str = "", whole: bool = False
 ) -> Panel | None:
-    """Return a panel of values: a dot for each of fewer than 30 values, otherwise a histogram.
+    """Return a chart of values, such as one per client: dots for fewer than 30 values, else a histogram.
 
     Args:
         groups: for each group, the values by owner, for example by client; non-finite ones are left out.
@@ -151,7 +151,7 @@ def distribution(
 def _dots(
     axes: Any, values: Mapping[str, float], rows: Mapping[str, int], look: Mapping[str, Any]
 ) -> Iterator[Tooltip]:
-    """Draw a dot for each owner, in its row."""
+    """Draw values as dots, one row per owner (such as a client), and yield the dots' tooltips."""
     known = [owner for owner in rows if owner in values]
     axes.plot([values[o] for o in known], [rows[o] for o in known], "o", **look)
     yield from (Tooltip(values[o], rows[o], f"{o}: {values[o]:.4g}") for o in known)
@@ -160,7 +160,7 @@ def _dots(
 def _bars(
     axes: Any, values: Mapping[str, float], bins: npt.NDArray[np.float64], look: Mapping[str, Any]
 ) -> Iterator[Tooltip]:
-    """Draw a histogram."""
+    """Draw a histogram, and yield the tooltips of its bars."""
     counts, _ = np.histogram([*values.values()], bins)
     axes.bar(bins[:-1], counts, 0.92 * np.diff(bins), align="edge", alpha=0.55, **look)
     for a, b, n in zip(bins.tolist(), bins[1:].tolist(), counts.tolist(), strict=False):
@@ -169,7 +169,7 @@ def _bars(
 
 
 def _name_rows(axes: Any, owners: Sequence[str]) -> None:
-    """Label the rows if the names are short; the tooltips have long names."""
+    """Label the rows of dots with their owners if there are few and names are short; else not."""
     names = [owner.removeprefix("client ") for owner in owners]
     fits = len(owners) <= 15 and max(map(len, names)) <= 6
     axes.set_yticks(*((range(len(owners)), names) if fits else ([],)))
@@ -186,7 +186,7 @@ def table_map(
     legend: str = "",
     numbers: bool = False,
 ) -> Panel:
-    """Return a panel of coloured cells; stronger colours are larger values.
+    """Return a chart of a table as coloured cells (a heat map); stronger colours are larger values.
 
     Args:
         values: shape (rows, columns), not negative unless ``numbers``; nan for no cell.
@@ -237,7 +237,7 @@ def bars(
     mark: float | None = None,
     most: float = math.inf,
 ) -> Panel:
-    """Return a panel with a bar and a number for each mean.
+    """Return a bar chart of means, each with its number and an optional standard deviation.
 
     Args:
         names: names of the bars, from top to bottom.
@@ -291,7 +291,7 @@ def points(
     bounds: Mapping[str, float] | None = None,
     scale: str = "linear",
 ) -> Panel:
-    """Return a panel of points, with an optional line of steps through some of them.
+    """Return a scatter chart of points, with an optional step line through some of them.
 
     Args:
         x: horizontal coordinates: numbers, or names of categories.
@@ -324,7 +324,7 @@ def points(
 
 
 def _scale(axes: Any, scale: str, values: Sequence[Any], names: Sequence[str]) -> None:
-    """Set the horizontal scale for values, or for the names of their categories."""
+    """Set the scale and ticks of the horizontal axis: for numbers, or for names of categories."""
     from matplotlib.ticker import EngFormatter  # a second to import
 
     if names:
@@ -355,7 +355,7 @@ def _bins(values: npt.NDArray[np.float64], *, whole: bool) -> npt.NDArray[np.flo
 
 
 def _ticks(axes: Any, which: str, names: Sequence[str]) -> None:
-    """Label the rows or columns; about ten of them if there are many."""
+    """Write names at an axis of a heat map; only about ten if there are many rows or columns."""
     step = 1 if len(names) <= 12 else -(-len(names) // 10)
     at = range(0, len(names), step)
     getattr(axes, f"set_{which}ticks")(at, [names[n] for n in at])

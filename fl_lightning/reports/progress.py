@@ -60,7 +60,7 @@ class RoundProgressBar(ProgressBar):
 
     @property
     def logs_rounds(self) -> bool:
-        """True if every round is logged as a line, because there is no terminal for a bar."""
+        """True if the callback logs a line per round instead of a bar, because there is no terminal."""
         return self.is_enabled and not self._screen.is_open
 
     @override
@@ -73,19 +73,19 @@ class RoundProgressBar(ProgressBar):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Store the Trainer, and enable the bar."""
+        """Store the Trainer, and enable the progress bar."""
         self._trainer = trainer
         self.enable()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the bar; from now on other processes print above it as well."""
+        """Show the progress bar; from now on, output of all processes appears above it."""
         self._pace, self._metrics, self._has_begun = Pace(trainer.current_epoch), {}, True
         if self.is_enabled:
             self._open()
         self._draw(at_once=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to count the clients of a round, or the batches of an epoch."""
+        """Start to count the finished clients of a round, or batches of an epoch, for the progress bar."""
         begin_round(trainer)
         federation = federation_of(trainer)
         if federation is None or federation.rounds is None:
@@ -109,13 +109,13 @@ class RoundProgressBar(ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Update the number of batches that are done."""
+        """Update the progress bar after a training batch."""
         if self._inner is not None:
             self._inner.done = batch_idx + 1
         self._draw(batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the completed round; without a terminal, log a line about it."""
+        """Count the completed round in the progress bar; without a terminal, log a line about it."""
         self._inner = None
         self._pace.end()
         self._metrics = metrics_in_order(trainer)
@@ -124,12 +124,12 @@ class RoundProgressBar(ProgressBar):
         self._draw(at_once=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the bar of the round."""
+        """Remove the progress bar of the current round, which shows its clients or batches."""
         self._inner = None
         self._draw(at_once=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to count the batches of a validation, a test or a prediction."""
+        """Show a bar that counts the batches of a validation, a test or a prediction."""
         if trainer.sanity_checking:
             return
         if trainer.testing:
@@ -146,7 +146,7 @@ class RoundProgressBar(ProgressBar):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Count a batch."""
+        """Count a batch of the validation in its bar."""
         if self._inner is not None and not trainer.sanity_checking:
             self._inner.done += 1
             self._draw()
@@ -154,23 +154,23 @@ class RoundProgressBar(ProgressBar):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the bar of the validation."""
+        """Remove the progress bar of the validation."""
         self._inner = None
         self._draw()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Print the bar a last time, above the exception's message."""
+        """Print the run's progress bar a last time, above the exception's message."""
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Print the bar of the run a last time, as an ordinary line."""
+        """Print the run's progress bar a last time, as an ordinary line of text."""
         self._close()
 
     @contextmanager
     def counting(self, trainer: Trainer, what: str, total: float) -> Iterator[Callable[[], None]]:
-        """Show another bar in this block, and yield a function that advances it by one."""
+        """Show a second bar inside a ``with`` block, and yield a function that advances it by one."""
         self._trainer = (
             trainer  # `setup` did not run in this process if the fit ran in child processes
         )
@@ -206,7 +206,7 @@ class RoundProgressBar(ProgressBar):
             self._show()
 
     def _show(self) -> None:
-        """Draw the current counts; called every second, so that the clock advances."""
+        """Redraw the progress bars; called every second, so that their clocks advance."""
         width, inner = self._screen.width, self._inner
         lines: list[RenderableType] = [] if self._run_bar is None else [self._run_bar]
         if inner is not None and (not lines or inner.seconds > SECONDS_OF_A_SHORT_ROUND):
@@ -238,7 +238,7 @@ _WIDEST_BAR, _NARROWEST_BAR = 30, 8
 
 
 class Pace:
-    """Counts completed rounds, and estimates the time left.
+    """Counts a run's completed rounds, and estimates the time that is left.
 
     Args:
         done: number of rounds completed before the fit, by the run that is resumed.
@@ -250,16 +250,16 @@ class Pace:
         self._seconds: list[float] = []
 
     def begin(self) -> None:
-        """Start the clock of a round."""
+        """Note the time at which a round starts."""
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """Count a completed round, and store its seconds."""
+        """Count a completed round, and store how many seconds it took."""
         self.done += 1
         self._seconds.append(time.monotonic() - self._began)
 
     def words(self, total: int | None) -> str:
-        """Return the estimated time left; after the last round, or without a limit, the time taken so far.
+        """Return the estimated time left in words; after the last round, or without a limit, the time taken.
 
         Args:
             total: number of rounds of the run; None if it has no limit.
@@ -274,7 +274,7 @@ class Pace:
 
 
 class Inner:
-    """Progress within a round: how many of its clients, or batches, are done.
+    """Second progress bar, within a round: how many of its clients or batches are done.
 
     Args:
         what: name of the things that are counted.
@@ -288,11 +288,11 @@ class Inner:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the count began."""
+        """Seconds since this bar was made."""
         return time.monotonic() - self._began
 
     def line(self, width: int) -> Table:
-        """Return a bar of the given width, in columns."""
+        """Return the bar as a line of text, ``width`` columns wide."""
         is_known = 0 < self.total < float("inf")
         if self._count is not None:
             self.done = min(self._count(), int(self.total))
@@ -305,7 +305,7 @@ class Inner:
 def run_line(
     label: str, share: float | None, clock: str, metrics: Mapping[str, float], width: int
 ) -> Table:
-    """Return a bar followed by metrics; the last metrics are left out if the line is too short for all.
+    """Return a line with a progress bar and metrics; metrics that do not fit are left out, the last first.
 
     Args:
         label: name and count, as ``round 12/50``.
@@ -337,13 +337,13 @@ def run_line(
 
 
 def _length(words: Sequence[str]) -> int:
-    """Return the number of columns of words with two spaces after each."""
+    """Return the width in columns of words on a line, with two spaces after each word."""
     return len("  ".join([*words, ""]))
 
 
 @contextmanager
 def progress_bar(trainer: Trainer, what: str, total: float) -> Iterator[Callable[[], None]]:
-    """Show a bar in this block, and yield the function that advances it by one.
+    """Show a progress bar inside a ``with`` block, and yield the function that advances it by one.
 
     The bar is part of a `RoundProgressBar`; without one, nothing is shown.
     """
@@ -356,18 +356,18 @@ def progress_bar(trainer: Trainer, what: str, total: float) -> Iterator[Callable
 
 
 def federation_of(trainer: Trainer) -> Federation | None:
-    """Return the federation among a Trainer's callbacks; None if there is none."""
+    """Return the `Federation` callback of a Trainer, or None for central training."""
     callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
     return next((c for c in callbacks if isinstance(c, Federation)), None)
 
 
 def unit(trainer: Trainer) -> str:
-    """Return the name of a Trainer's epochs: ``round`` with a federation, else ``epoch``."""
+    """Return what a Trainer's epoch is called: ``round`` with a federation, otherwise ``epoch``."""
     return "epoch" if federation_of(trainer) is None else "round"
 
 
 def metrics_in_order(trainer: Trainer) -> dict[str, float]:
-    """Return the current round's metrics for the bar, those that checkpoints and early stopping monitor first.
+    """Return the round's metrics for the progress bar; metrics that callbacks monitor come first.
 
     The others are those that the module logs with ``prog_bar=True``.
     """
@@ -381,7 +381,7 @@ def metrics_in_order(trainer: Trainer) -> dict[str, float]:
 
 
 def number(value: float) -> str:
-    """Format a metric with three digits after the point; a very small or large one with an exponent.
+    """Format a metric's value: three digits after the point, or an exponent if very small or large.
 
     Example:
         >>> number(0.97), number(12.3456), number(1.5e-5), number(123456.0)
@@ -391,7 +391,7 @@ def number(value: float) -> str:
 
 
 def round_line(trainer: Trainer) -> str:
-    """Return a line about the round that has just ended."""
+    """Return a line of text about the round that has just ended: its metrics, clients and seconds."""
     last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
     words = [f"{name} {number(value)}" for name, value in metrics_in_order(trainer).items()]
     known = logged_in_round(trainer)

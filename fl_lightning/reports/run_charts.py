@@ -32,7 +32,7 @@ Section: TypeAlias = tuple[str, str, dict[str, Panel | None]]
 
 
 def run_sections(folder: Path, history: History) -> Iterator[tuple[str, str, Mapping[str, Panel]]]:
-    """Yield heading, caption and panels of each section of a run's report, the most important first.
+    """Yield the sections of a run's report: heading, caption and charts, the most important first.
 
     A section has at most 4 charts; one without charts is left out.
     """
@@ -58,14 +58,14 @@ def _drawn(panels: Mapping[str, Panel | None]) -> dict[str, Panel]:
 
 
 def read_table(path: Path) -> DataFrame:
-    """Read a CSV file of a run; an empty table if the file does not exist."""
+    """Read a CSV file into a table, which is empty if the file does not exist."""
     import pandas  # half a second to import
 
     return pandas.read_csv(path) if path.exists() else pandas.DataFrame()
 
 
 def evaluated_clients(folder: Path) -> dict[str, DataFrame]:
-    """Return a table of all clients' metrics after the fit, for each evaluated stage."""
+    """Return tables of per-client metrics after the fit, by stage: ``validation`` and ``test``, if evaluated."""
     tables = {stage: read_table(folder / name) for stage, name in _EVALUATED.items()}
     return {stage: table for stage, table in tables.items() if len(table)}
 
@@ -179,7 +179,7 @@ def _participants(history: History) -> Section:
 
 
 def _in_words(counts: Collection[float], what: str, which: str = "") -> str:
-    """Describe counts of clients, as ``5 clients took part in 1 to 3 rounds``."""
+    """Return words for a count per client, such as ``5 clients took part in 1 to 3 rounds``."""
     of = " to ".join(dict.fromkeys(f"{end(counts):g}" for end in (min, max)))
     return (
         f"{len(counts):,} clients{which} {what.format(of).removesuffix('s' if of == '1' else '')}"
@@ -187,7 +187,7 @@ def _in_words(counts: Collection[float], what: str, which: str = "") -> str:
 
 
 def partition_figure(table: DataFrame) -> Figure:
-    """Return a figure of a partition: examples of each class and client, and examples per client.
+    """Draw how data is partitioned over clients: examples by client and class, and examples per client.
 
     Args:
         table: table of a `PartitionSummary`, or the file ``partition.csv`` of a run.
@@ -255,7 +255,7 @@ def _bytes(history: History, once: Mapping[str, float]) -> Section:
 
 
 def _family(history: History, prefix: str, title: str, caption: str) -> Section:
-    """Return a section with a curve for each metric with a prefix, except those that never change."""
+    """Return a report section with a curve for each metric whose name has a prefix; constant ones are left out."""
     found = {n: history.curve(n) for n in history.names if n.startswith(prefix)}
     moving: dict[str, Panel | None] = {
         name: curves([_line(c)]) for name, c in found.items() if len(set(c.values())) > 1
@@ -292,12 +292,12 @@ def _best_first(names: Sequence[str]) -> list[str]:
 
 
 def byte_unit(num_bytes: float) -> tuple[str, float]:
-    """Return the unit in which to show a number of bytes, and the size of this unit in bytes."""
+    """Return the unit in which to show a number of bytes, such as MB, and how many bytes it has."""
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     return next(((unit, size) for unit, size in units if num_bytes >= size), ("bytes", 1.0))
 
 
 def in_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with four digits and a unit from bytes to GB."""
+    """Format a number of bytes as text with four digits and a unit, such as ``1.234 MB``."""
     unit, size = byte_unit(num_bytes)
     return f"{num_bytes / size:.4g} {unit}"

@@ -43,7 +43,7 @@ _MAY_CHANGE = {"date", "commit", "versions"}  # when a run is resumed
 
 
 class RunReport(Callback):
-    """Records every round in ``rounds.jsonl``, and writes ``report.html`` and ``figures/``.
+    """Records each round's metrics in ``rounds.jsonl``, and writes a report: ``report.html``, ``figures/``.
 
     The page is one file without external resources, with a light and a dark theme. It shows curves,
     distributions over clients, participation, the partition, bytes, privacy, masks and seconds; each figure
@@ -82,7 +82,7 @@ class RunReport(Callback):
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move behind all callbacks except checkpoints, so that a recorded round has all metrics."""
+        """Move this callback behind all others except checkpoints, so that it records all of a round's metrics."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         saving = [each for each in callbacks if isinstance(each, Checkpoint)]
         others = [each for each in callbacks if each not in saving and each is not self]
@@ -94,7 +94,7 @@ class RunReport(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Find out which metrics of a resumed run have changed before."""
+        """Find out which metrics changed before the run was resumed: TensorBoard charts only such metrics."""
         if trainer.state.fn == "fit" and federation_of(trainer) is not None:
             self._hold_constants(trainer, continues=True)
 
@@ -105,7 +105,7 @@ class RunReport(Callback):
         self._restore = hold_constants(trainer, earlier=earlier)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the run's folder, and write the run's provenance into it."""
+        """Find the run's folder, and write facts about the run into it, such as date, model and git commit."""
         folder = run_folder(trainer)  # a collective call: every process has to make it
         keeps = trainer.is_global_zero and trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._folder = Path(folder) if keeps else None
@@ -121,7 +121,7 @@ class RunReport(Callback):
             _write_provenance(self._folder, facts)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the previous epoch of a central run, whose metrics are complete only now."""
+        """In central training, record the previous epoch, whose metrics are complete only now."""
         if (
             self._recorded is None
         ):  # before this hook, Lightning has not restored a resumed run's epoch
@@ -129,12 +129,12 @@ class RunReport(Callback):
         self.on_train_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the round, before its checkpoint is saved."""
+        """Record the round's metrics, before its checkpoint is saved."""
         if federation_of(trainer) is not None:
             self._record(trainer, trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the last epoch of a central run."""
+        """In central training, record the last epoch's metrics."""
         number = trainer.current_epoch
         if (
             federation_of(trainer) is None
@@ -144,7 +144,7 @@ class RunReport(Callback):
             self._record(trainer, number)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the page, unless a test follows."""
+        """Write ``report.html``, unless a test follows the fit."""
         if self._folder is not None:
             facts = _provenance(self._folder)
             took = duration(time.monotonic() - self._began)
@@ -156,11 +156,11 @@ class RunReport(Callback):
             self.finish(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the metrics of a test out of TensorBoard's charts, which would have a single dot."""
+        """Keep test metrics out of TensorBoard's charts, where each would be a chart with a single dot."""
         self._restore = hold_constants(trainer, ".*")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the metrics of ``validate`` out of TensorBoard's charts, if the folder has no rounds."""
+        """Keep metrics of the command ``validate`` out of TensorBoard's charts if no fit ran in this folder."""
         if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
             self._restore = hold_constants(trainer, ".*")
 
@@ -169,12 +169,12 @@ class RunReport(Callback):
         self._keep_evaluation(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the test's metrics in ``results.json``, and write the page again with them."""
+        """Save the test's metrics in ``results.json``, and write ``report.html`` again with them."""
         self._keep_evaluation(trainer)
         self.finish(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the loggers."""
+        """Restore the loggers' own ``log_metrics``, which was replaced during the run."""
         self._restore_loggers()
 
     def _keep_evaluation(self, trainer: Trainer) -> None:
@@ -189,7 +189,7 @@ class RunReport(Callback):
             self._restore = None
 
     def finish(self, trainer: Trainer) -> None:
-        """Write the page from the files in the run's folder; every process must call this."""
+        """Write ``report.html`` from the files in the run's folder; every process must call this."""
         folder = Path(run_folder(trainer))
         if not self.page or not trainer.is_global_zero or not (folder / NAME).exists():
             return
@@ -204,7 +204,7 @@ class RunReport(Callback):
         rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **kind)
 
     def _record(self, trainer: Trainer, number: int) -> None:
-        """Record a round or an epoch in ``rounds.jsonl``."""
+        """Append the metrics of a round or an epoch to ``rounds.jsonl``."""
         if self._folder is None:
             return
         federation = federation_of(trainer)
@@ -239,7 +239,7 @@ class RunReport(Callback):
 
 
 def _of_clients(rounds: Any, most: int) -> dict[str, Sequence[float]]:
-    """Return the metrics of a round's clients; empty if privacy hides them, or if they are more than ``most``."""
+    """Return per-client metrics of a round; empty if privacy hides them or for more than ``most`` clients."""
     record, stages = rounds.record, rounds.stages
     hides = stages.hides_clients or any(part.hides_cohorts for part in stages.around_fit)
     if hides or len(record.finished) > most:
@@ -292,7 +292,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def _provenance(folder: Path) -> dict[str, str]:
-    """Return the facts about a run that it has stored; empty if it stored none."""
+    """Read the facts (date, model, …) that a run stored in its folder; empty without the file."""
     path = folder / PROVENANCE
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {str(name): str(fact) for name, fact in known.items()}
@@ -303,7 +303,7 @@ def _write_provenance(folder: Path, facts: Mapping[str, str]) -> None:
 
 
 def _title(folder: Path, facts: Mapping[str, str]) -> str:
-    """Return the run's name; if that is Lightning's default, return the model, data and algorithm instead."""
+    """Return a report's title: the run's name, or model, data and algorithm if it has only a default name."""
     path = folder.absolute()
     name = path.parent.name if path.name.startswith("version_") else path.name
     if name != "lightning_logs":
@@ -364,12 +364,12 @@ def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, floa
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the command ``report`` to a parser."""
+    """Add the options of the command ``report`` to an argument parser."""
     parser.add_argument("run", metavar="RUN", help=f"Folder of a run, with its {NAME}.")
 
 
 def report(given: Any) -> None:
-    """Run the command ``report``: write a run's page again.
+    """Run the command ``report``: write a run's ``report.html`` again from its files.
 
     Raises:
         ConfigurationError: if the folder has no rounds.

@@ -39,7 +39,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 def plain(renderable: RenderableType, width: int = 10_000) -> str:
-    """Return the text of anything that rich prints, without colours."""
+    """Return as plain text what the package rich would print for an object."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     printed: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def plain(renderable: RenderableType, width: int = 10_000) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table: the first column aligned to the left, the others to the right."""
+    """Format rows of text as a table; the first column is left-aligned, the others right-aligned."""
     made = Table(box=None, pad_edge=False)
     for number, name in enumerate(head):
         made.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
@@ -55,7 +55,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table as Markdown, padded so that it can be read unrendered.
+    """Format rows of text as a Markdown table, with padded cells so that the source is readable too.
 
     Example:
         >>> print(markdown(["variant", "runs"], [["dense", "3"]]))
@@ -76,7 +76,7 @@ def _filled(made: Table, rows: Iterable[Sequence[str]]) -> str:
 
 
 def in_blocks(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Format a table no wider than the screen; columns that do not fit go into further blocks below.
+    """Format a table no wider than the screen; columns that do not fit follow in a second table below.
 
     Args:
         head: names of the columns; the first column is repeated in every block.
@@ -100,13 +100,13 @@ def in_blocks(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 
 
 def clear_leftovers() -> None:
-    """Remove status lines left by a process that was killed."""
+    """Remove status lines from the terminal that a killed process has left there."""
     if is_terminal(sys.stderr):
         _console(sys.stderr).print(_CLEAR_DOWN, end="")
 
 
 class StatusLines(RenderHook):
-    """Status lines at the bottom of the terminal, on standard error.
+    """Lines that stay at the bottom of the terminal, such as progress bars; other output scrolls above.
 
     Between `open` and `close`, printed text, log messages and warnings appear above the lines. If
     standard error is no terminal, none of the methods does anything.
@@ -133,7 +133,7 @@ class StatusLines(RenderHook):
         return width_of(sys.stderr) - 1
 
     def open(self, *, draws: bool = True) -> None:
-        """Start to print above the status lines.
+        """Start to show status lines; from now on, printed text appears above them.
 
         Args:
             draws: whether this process draws the status lines, and not another one.
@@ -150,7 +150,7 @@ class StatusLines(RenderHook):
             threading.Thread(target=self._run, args=(self._ends,), daemon=True).start()
 
     def show(self, *lines: RenderableType) -> None:
-        """Replace the status lines."""
+        """Replace the status lines by new ones."""
         with _LOCK:
             if self._console is not None:
                 self._lines = lines
@@ -175,7 +175,7 @@ class StatusLines(RenderHook):
 
     @override
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Return the output to print: clear the status lines, the new text, the status lines again."""
+        """Wrap each output of rich: clear the status lines, print the new text, draw the lines again below it."""
         assert self._console is not None
         options = self._console.options.update(width=self.width, no_wrap=True, overflow="ellipsis")
         drawn: list[Segment] = []
@@ -204,7 +204,7 @@ class StatusLines(RenderHook):
 
 
 class _Above(FileProxy):
-    """Stream that prints complete lines above the status lines."""
+    """Replacement of standard output or error that prints complete lines above the status lines."""
 
     @override
     def write(self, text: str) -> int:
@@ -214,7 +214,7 @@ class _Above(FileProxy):
 
     @override
     def flush(self) -> None:
-        """Flush the terminal, except an incomplete line, which would end inside a status line."""
+        """Flush the terminal, but hold back an incomplete line, which would mix with a status line."""
         self.rich_proxied_file.flush()
 
     @override
@@ -222,12 +222,12 @@ class _Above(FileProxy):
         return True
 
     def finish(self) -> None:
-        """Write the last, incomplete line."""
+        """Print the last line, even if it is incomplete."""
         super().flush()
 
 
 def _console(stream: Any) -> Console:
-    """Return a console that prints text unchanged on a terminal."""
+    """Return a console of rich that prints text unchanged: no markup, highlighting or wrapping."""
     return Console(
         file=stream,
         force_terminal=True,
@@ -239,7 +239,7 @@ def _console(stream: Any) -> Console:
 
 
 def _handlers_on(stream: Any) -> list[logging.StreamHandler[Any]]:
-    """Return the log handlers that write to a stream."""
+    """Return all log handlers, of any logger, that write to the given stream."""
     known = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = [h for logger in known for h in getattr(logger, "handlers", ())]
     streamed = [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]

@@ -49,10 +49,10 @@ _DEGREE = 8192
 
 @final
 class CKKSRound:
-    """One simulated round with CKKS: clients multiply updates by their share of the most examples.
+    """Simulates one round of `EncryptedMean` with CKKS: encrypts, adds and decrypts updates.
 
     Args:
-        layout: encrypted coordinates.
+        layout: layout of encrypted updates.
         keys: keys of the run.
         most_examples: largest possible number of examples in a round.
     """
@@ -63,7 +63,7 @@ class CKKSRound:
         self._senders: list[Sender] = []
 
     def encrypt(self, delta: Tensor, num_examples: int, sender: int) -> EncryptedUpdate:
-        """Encrypt a client's update.
+        """Encrypt a client's update, multiplied by its share of the examples.
 
         Raises:
             ValueError: if a number is not finite, or too large for the scheme.
@@ -76,17 +76,17 @@ class CKKSRound:
     def plus(
         self, total: EncryptedUpdate | None, sent: EncryptedUpdate, num_examples: int
     ) -> EncryptedUpdate:
-        """Add an encrypted update, already multiplied by its share, to the sum; None for an empty sum."""
+        """Add an encrypted update, already multiplied by its share; ``total`` is None for the first update."""
         return self._server.plus(total, sent)
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
-        """Decrypt the sum, and divide it by the number of examples; returns float64."""
+        """Decrypt the sum of updates, and return their mean weighted by examples, float64."""
         return self._client.open(total, self._senders) * (self._most / num_examples)
 
 
 @dataclass(frozen=True)
 class EncryptedSum:
-    """Options of an encrypted sum over sites.
+    """Options of an encrypted sum on which the server and all sites agree.
 
     Attributes:
         degree: ring degree N of CKKS.
@@ -99,7 +99,7 @@ class EncryptedSum:
 
 @final
 class EncryptedMean(HiddenUpdates):
-    """The mean weighted by examples, of updates encrypted with CKKS or Paillier.
+    """The mean of updates weighted by examples; the server adds ciphertexts (CKKS, Paillier) that it cannot read.
 
     All clients have the key and the server does not: a client that colludes with the server reveals all
     updates. Decrypted sums of CKKS have random noise of about 1e-9 of a whole share. Sums of Paillier are
@@ -193,11 +193,11 @@ class EncryptedMean(HiddenUpdates):
 
     @cached_property
     def _keys(self) -> CKKSKeys:
-        """Keys of simulated clients; sites have their own."""
+        """CKKS keys of simulated clients; over a network, sites make a key of their own."""
         return generate_keys(self._parameters)
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return the bytes that a client sends and receives.
+        """Return how many bytes a client sends and receives in a round.
 
         Raises:
             ConfigurationError: if Paillier would take longer than its ``max_seconds``.
@@ -236,7 +236,7 @@ class EncryptedMean(HiddenUpdates):
         return CKKSLayout(len(self._like), selected, self._parameters, self._round_index)
 
     def add(self, update: ClientUpdate) -> None:
-        """Encrypt one update, and add it to the sum.
+        """Encrypt a client's update, and add it to the encrypted sum; over a network, only note its examples.
 
         Raises:
             ConfigurationError: if the update has a mask of the client's own.
@@ -270,7 +270,7 @@ class EncryptedMean(HiddenUpdates):
         return values
 
     def close(self) -> Tensor:
-        """Return the mean, from the sum that a client decrypts.
+        """Return the mean of the round's updates, from the sum that a client or a site decrypts.
 
         Raises:
             RoundFailure: if too few updates have arrived to hide each of them in the mean.

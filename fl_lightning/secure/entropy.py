@@ -24,7 +24,7 @@ system_entropy: Entropy = os.urandom
 
 
 def seeded_entropy(root: int, purpose: str, *ids: int) -> Entropy:
-    """Return a stream of bytes that is a pure function of its arguments; for simulations only.
+    """Return a source of pseudorandom bytes that depend only on the arguments; for simulations, as they are no secret.
 
     Example:
         >>> one, same = seeded_entropy(0, "keys", 3), seeded_entropy(0, "keys", 3)
@@ -36,7 +36,7 @@ def seeded_entropy(root: int, purpose: str, *ids: int) -> Entropy:
 
 
 def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
-    """Return a function that draws n numbers in [0, 1), of 53 bits, from a new ChaCha20 key.
+    """Return a function that draws n secure random numbers in [0, 1), of 53 bits, by ChaCha20 with a new key.
 
     It replaces `numpy.random.Generator.random` if nobody may predict the draws.
 
@@ -55,6 +55,6 @@ def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
 
 
 def keystream(key: bytes) -> Entropy:
-    """Return a function that returns the next bytes of ChaCha20 under a key of 32 bytes."""
+    """Return a function that returns the next n bytes of the keystream of ChaCha20 under a key of 32 bytes."""
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return lambda size: cipher.update(bytes(size))

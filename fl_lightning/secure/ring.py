@@ -28,7 +28,7 @@ RingIntegers = NDArray[Any]
 
 @dataclass(frozen=True)
 class Ring:
-    """The integers from 0 to 2^bits - 1.
+    """Ring of the integers modulo 2^bits, from 0 to 2^bits - 1, in which a secure sum adds vectors.
 
     Args:
         bits: number of bits, from 1 to 64.
@@ -57,11 +57,11 @@ class Ring:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Narrowest unsigned dtype with enough bits, little-endian."""
+        """Narrowest unsigned dtype, little-endian, that holds all integers of the ring."""
         return np.dtype(next(f"<u{size}" for size in (1, 2, 4, 8) if 8 * size >= self.bits))
 
     def checked(self, values: RingIntegers) -> RingIntegers:
-        """Convert integers to the ring's dtype.
+        """Check that integers are from 0 to 2^bits - 1, and convert them to the ring's dtype.
 
         Raises:
             ValueError: if ``values`` is not a vector of integers from 0 to R - 1.
@@ -77,17 +77,17 @@ class Ring:
         return values.astype(self.dtype, copy=False)
 
     def reduced(self, values: RingIntegers) -> RingIntegers:
-        """Reduce values of the ring's dtype modulo R, in place, and return them."""
+        """Reduce integers of the ring's dtype modulo R = 2^bits, in place, and return them."""
         if self.bits < 8 * self.dtype.itemsize:
             values &= self.dtype.type(self.modulus - 1)
         return values
 
     def packed_size(self, count: int) -> int:
-        """Return the number of bytes of ``count`` packed integers."""
+        """Return how many bytes ``count`` integers fill, packed with ``bits`` bits each."""
         return count * (self.bits // 8) + packed_size(count, self.bits % 8)
 
     def pack(self, values: RingIntegers) -> bytes:
-        """Pack integers into bytes.
+        """Pack integers of the ring into bytes, with ``bits`` bits each.
 
         Args:
             values: integers of the ring's dtype, each below R, shape (n,).
@@ -99,7 +99,7 @@ class Ring:
         return planes[:, :whole].tobytes() + pack(planes[:, whole].copy(), rest).tobytes()
 
     def unpack(self, data: bytes | memoryview, count: int) -> RingIntegers:
-        """Unpack ``count`` integers from bytes.
+        """Unpack ``count`` integers of the ring from bytes that `pack` has made.
 
         Raises:
             MessageError: if `pack` cannot have made the bytes from ``count`` integers.
@@ -129,12 +129,12 @@ CHECK_BITS = 64
 
 
 def num_checks(ring: Ring) -> int:
-    """Return l, the number of coordinates of the checksum."""
+    """Return l, the number of integers in the checksum of a vector."""
     return -(-CHECK_BITS // ring.bits)
 
 
 def with_checksum(values: RingIntegers, ring: Ring) -> RingIntegers:
-    """Append the checksum to a vector.
+    """Append to a vector its checksum: l sums of its parts, modulo R.
 
     Args:
         values: integers of the ring's dtype, shape (k,).
@@ -152,7 +152,7 @@ def with_checksum(values: RingIntegers, ring: Ring) -> RingIntegers:
 
 
 def has_checksum(values: RingIntegers, ring: Ring) -> bool:
-    """Return True if a sum with checksum, shape (k + l,), is consistent."""
+    """Return True if a sum of vectors, shape (k + l,), ends with the checksum of its first k integers."""
     size = len(values) - num_checks(ring)
     return bool(np.array_equal(_checksum(values[:size], ring), values[size:]))
 

@@ -46,7 +46,7 @@ LEAST_LEVELS = 1 << 16  # fewer are used only if the user has asked for them
 
 @final
 class SecureMean(HiddenIntegers):
-    """The mean weighted by examples, of updates that the server cannot read.
+    """The mean of updates weighted by examples, by a secure sum: the server learns no single update.
 
     Args:
         clip: c > 0; coordinates of an update beyond ±c are moved there.
@@ -147,7 +147,7 @@ class SecureMean(HiddenIntegers):
             raise ConfigurationError(f"SecureMean: {error}") from error
 
     def secure_sum(self, bits: int, min_survivors: int | None = None) -> SecureSum:
-        """Return the protocol with these options.
+        """Return the secure-sum protocol with the options of this aggregator.
 
         Args:
             bits: bits of the ring.
@@ -159,11 +159,11 @@ class SecureMean(HiddenIntegers):
         return SecureSum(bits=bits, run=self._run, min_survivors=min_survivors, **self._options)
 
     def fewest_survivors(self, num_clients: int) -> int:
-        """Smallest number of vectors in a sum over a cohort."""
+        """Return the smallest number of clients whose vectors may be summed, in a cohort of ``num_clients``."""
         return self._secure_sum.session(num_clients, size=1).least_survivors
 
     def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> SecurePrivateSum:
-        """Return the same protocol for integers with noise; call it after `begin`.
+        """Return an aggregator that sums updates with noise for privacy by the same protocol; call it after `begin`.
 
         Args:
             shares: returns the mechanism that makes clients' integers with noise.
@@ -189,7 +189,7 @@ class SecureMean(HiddenIntegers):
         return self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
 
     def close(self) -> Tensor:
-        """Run the secure sum, and return the mean.
+        """Run the secure sum of the round, and return the mean of its updates.
 
         Raises:
             RoundFailure: if too few clients are left for a secure sum.
@@ -206,7 +206,7 @@ class SecureMean(HiddenIntegers):
         return self.random_k.on_client(Dense(delta), self._shared_seed()).to_dense()
 
     def _spread(self, mean: Tensor) -> Tensor:
-        """Put the chosen coordinates of a mean back in their places."""
+        """Return the mean at full size, from the coordinates that ``random_k`` has chosen."""
         if self.random_k is None:
             return mean
         size = len(self._like)
@@ -217,7 +217,7 @@ class SecureMean(HiddenIntegers):
 
 
 def to_ring(numbers: Integers, ring: Ring) -> RingIntegers:
-    """Return integers modulo 2^bits.
+    """Return signed integers modulo 2^bits, in the ring's dtype.
 
     Example:
         >>> to_ring(np.array([-1, 2]), Ring(4))
@@ -229,7 +229,7 @@ def to_ring(numbers: Integers, ring: Ring) -> RingIntegers:
 
 
 def from_ring(numbers: RingIntegers, ring: Ring) -> Integers:
-    """Return the integers from -2^(bits-1) to 2^(bits-1) - 1 that are equal modulo 2^bits.
+    """Return integers modulo 2^bits as signed integers from -2^(bits-1) to 2^(bits-1) - 1.
 
     Example:
         >>> from_ring(np.array([15, 2, 8], np.uint8), Ring(4))
@@ -242,15 +242,15 @@ def from_ring(numbers: RingIntegers, ring: Ring) -> Integers:
 
 @final
 class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
-    """Sums clipped updates with shares of noise by a secure sum.
+    """Aggregator of distributed differential privacy: a secure sum of clipped updates, each with a share of noise.
 
     Args:
         shares: returns the mechanism of the current round, which makes clients' integers with noise.
-        mean: the mean whose protocol and ``bits`` are used; its `begin` was called.
+        mean: aggregator whose protocol and ``bits`` are used; its `begin` was called.
 
     Attributes:
         clip_norm: clipping norm of the current round, set before the round is opened.
-        num_unclipped: number of updates with a norm within it.
+        num_unclipped: number of updates with a norm within ``clip_norm``.
     """
 
     def __init__(self, shares: Callable[[], NoiseShares], mean: SecureMean) -> None:
@@ -259,7 +259,7 @@ class SecurePrivateSum(HiddenIntegers, PrivateAggregator):
         self._secure_sum = self._sum_for_noise()
 
     def _sum_for_noise(self) -> SecureSum:
-        """Return the secure sum whose integers are large enough for the current noise.
+        """Return the secure sum with enough bits per integer for the current noise.
 
         Raises:
             ConfigurationError: if a sum might not fit into the ring, or the cohort is too small.

@@ -80,13 +80,15 @@ class SecureSum:
                 "this share of a cohort must answer to the end"
             )
         if self.active and self.sparse is not None:
-            raise ValueError("active needs everyone as neighbours: leave sparse out")
+            raise ValueError(
+                "active: true needs every client as every other's neighbour: leave sparse out"
+            )
         if self.protocol not in ("run", "count"):
             raise ValueError(f"protocol must be 'run' or 'count', got {self.protocol!r}")
         self.session(max(4, self.min_survivors or 0), size=0)
 
     def is_active(self, size: int) -> bool:
-        """Return whether a sum of vectors of this size is safe from an active server."""
+        """Return whether sums of vectors of this size are protected from a server that breaks the protocol."""
         if self.active is not None:
             return self.active
         is_possible = self.sparse is None and self.threshold >= 2 / 3
@@ -95,7 +97,7 @@ class SecureSum:
     def session(
         self, num_clients: int, *, size: int, round_index: int = 0, graph_seed: int = 0
     ) -> Session:
-        """Return the session of a cohort.
+        """Return the settings of a secure sum over a cohort of this many clients.
 
         Args:
             num_clients: number of clients in the cohort, ≥ 2.
@@ -220,7 +222,7 @@ class HiddenUpdates(Aggregator, Protected):
 
 
 class HiddenIntegers(HiddenUpdates):
-    """Base of aggregators that add up integers by a secure sum in every round.
+    """Base of aggregators that convert updates to integers, and add these by a secure sum in every round.
 
     Clients without an update have dropped out before they sent a vector. All vectors are kept until the sum,
     because each is padded; without the protocol only their sum is kept.
@@ -244,7 +246,7 @@ class HiddenIntegers(HiddenUpdates):
         return self._secure_sum
 
     def sent_size(self, size: int) -> int:
-        """Number of integers in the vector of an update with this number of coordinates."""
+        """Return how many integers a client sends for an update with ``size`` coordinates."""
         return size
 
     @override
@@ -298,7 +300,7 @@ class HiddenIntegers(HiddenUpdates):
         self._missing = sorted(clients)
 
     def total(self) -> RingIntegers:
-        """Return the sum modulo 2^bits, shape (size,), and forget the vectors.
+        """Return the round's sum modulo 2^bits, shape (size,), and forget the clients' vectors.
 
         Raises:
             RoundFailure: if too few clients are left for a secure sum.

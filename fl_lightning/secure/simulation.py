@@ -50,7 +50,7 @@ from fl_lightning.server.protected import ProtectionCost
 
 @dataclass(frozen=True, eq=False)
 class HiddenSum:
-    """Result of a sum of hidden vectors."""
+    """Result of a secure or encrypted sum: the sum, the clients whose vectors are in it, and the cost."""
 
     total: Any  # sum of the survivors' vectors, shape (k,): integers of a ring, or float64
     survivors: frozenset[int]  # clients with a vector in the sum
@@ -63,7 +63,7 @@ def simulate(
     dropouts: Mapping[int, ProtocolStage] | None = None,
     entropy_of: Callable[[int], Entropy] | None = None,
 ) -> HiddenSum:
-    """Run a secure sum.
+    """Run a secure sum, with all clients and the server in this process.
 
     Args:
         session: settings of the sum.
@@ -120,14 +120,14 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
 
 
 def no_cost(clients: Iterable[int]) -> ProtectionCost:
-    """Return a cost of zero bytes for each client."""
+    """Return a cost with zero bytes sent and zero bytes received for each client."""
     nothing = dict.fromkeys(clients, 0)
     return ProtectionCost(Counter(nothing), Counter(nothing))
 
 
 @contextmanager
 def timed(cost: ProtectionCost, purpose: str) -> Iterator[None]:
-    """Context that adds this process's CPU seconds to a cost, unless its block raises."""
+    """Context that adds the CPU seconds of its block to a cost, unless the block raises."""
     began = time.process_time()
     yield
     cost.seconds[purpose] = cost.seconds.get(purpose, 0.0) + time.process_time() - began
@@ -163,7 +163,7 @@ def shortcut(
     vectors: Mapping[int, RingIntegers],
     missing: Collection[int] = (),
 ) -> HiddenSum:
-    """Return the result of `simulate`, without seconds, without running the protocol.
+    """Return the sum and the numbers of bytes that `simulate` would return, without running the protocol.
 
     Args:
         session: settings of the sum.
@@ -220,7 +220,7 @@ Sized = tuple[type[AnyMessage], *tuple[int, ...]]
 def _messages_of(
     session: Session, holders: Places, *, is_there: bool
 ) -> tuple[list[Sized], list[Sized]]:
-    """Return the messages that a client sends and receives before the last stage."""
+    """Return the kinds and sizes of messages that a client sends and receives before it reveals shares."""
     near = len(holders) - 1
     up: list[Sized] = [(Advertisement,), (SealedShares, near, near + 1)]
     down: list[Sized] = [(Roster, near + 1), (Mailbox, near, near)]

@@ -29,7 +29,7 @@ CHUNK = 1 << 14  # numbers at a time, whose intermediate results fit into the ca
 
 @dataclass(frozen=True, kw_only=True)
 class SumQuantiser:
-    """Converts updates to integers modulo 2^bits, and their sum to a mean.
+    """Converts updates to integers modulo 2^bits whose sum cannot overflow, and this sum to a mean.
 
     Args:
         num_clients: largest number of vectors in a sum.
@@ -90,7 +90,7 @@ class SumQuantiser:
         bits: int | None,
         least: int,
     ) -> SumQuantiser:
-        """Return a quantiser with levels and bits that fit each other, where they are not given.
+        """Return a quantiser; where ``levels`` or ``bits`` are None, choose them so that they fit each other.
 
         Args:
             num_clients: largest number of vectors in a sum.
@@ -131,21 +131,21 @@ class SumQuantiser:
 
     @property
     def largest_sum(self) -> int:
-        """Largest possible sum of a coordinate."""
+        """Largest possible sum of one coordinate over ``num_clients`` clients."""
         return self.num_clients * self.levels * self.max_examples
 
     @property
     def ring(self) -> Ring:
-        """Ring of the integers."""
+        """Ring of integers modulo 2^bits in which quantised updates are added."""
         return Ring(self.bits)
 
     @property
     def step(self) -> float:
-        """Distance between two neighbouring levels, in the units of updates."""
+        """Distance between two neighbouring levels of the quantiser, in the units of updates."""
         return 2 * self.clip / self.levels
 
     def levels_of(self, delta: Tensor, draw: Draws) -> RingIntegers:
-        """Round each number at random to a level, and return the levels, uint64 from 0 to ``levels``.
+        """Round each number of an update to a level, up or down at random; return levels, uint64 from 0 to ``levels``.
 
         Raises:
             ValueError: if a number is not finite.
@@ -165,7 +165,7 @@ class SumQuantiser:
         return levels
 
     def encode(self, delta: Tensor, num_examples: int, draw: Draws) -> RingIntegers:
-        """Return the vector that a client adds to the sum, of the ring's dtype, shape (k + 1,).
+        """Quantise an update: return the integers that a client adds to the sum, of the ring's dtype, shape (k + 1,).
 
         Args:
             delta: update, shape (k,).
@@ -183,7 +183,7 @@ class SumQuantiser:
         return sent.astype(self.ring.dtype)
 
     def mean(self, total: RingIntegers) -> Tensor:
-        """Return the mean Σ w x / Σ w, float64 of shape (k,).
+        """Return the mean Σ w x / Σ w of updates x with weights w, float64 of shape (k,), from their encoded sum.
 
         Args:
             total: sum of at most ``num_clients`` encoded vectors, shape (k + 1,).

@@ -51,7 +51,7 @@ _OF_ADAPTERS = Traits(
 
 @dataclass(frozen=True)
 class Pair:
-    """The two factors of one adapter in a vector of parameters."""
+    """Positions of the two factors of one LoRA adapter, A and B, in a vector of parameters."""
 
     a: slice  # entries of A, of shape (rank, columns), in the vector
     b: slice  # entries of B, of shape (rows, rank), in the vector
@@ -59,13 +59,13 @@ class Pair:
     scale: float = 1.0  # s, the factor of B A in the layer's weight
 
     def factors(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A, shape (n, r, in), and B, shape (n, out, r), of vectors of shape (n, k)."""
+        """Return the factors A, shape (n, r, in), and B, shape (n, out, r), in n parameter vectors, shape (n, k)."""
         n = len(vectors)
         a = vectors[:, self.a].reshape(n, self.rank, -1)
         return a, vectors[:, self.b].reshape(n, -1, self.rank)
 
     def keep(self, vectors: Tensor, ranks: Sequence[int]) -> None:
-        """Set factors beyond a client's rank to zero, in place, in contiguous vectors of shape (n, k)."""
+        """Set the factors' entries beyond each client's rank to zero, in place, in vectors of shape (n, k)."""
         for vector, rank in zip(vectors, ranks, strict=True):
             vector[self.a].view(self.rank, -1)[rank:] = 0
             vector[self.b].view(-1, self.rank)[:, rank:] = 0
@@ -76,7 +76,7 @@ Combined = tuple[Tensor, Tensor, Tensor | None]
 
 
 class AdapterAggregator(KeptUpdates):
-    """Base of aggregators that combine the clients' trained adapters; subclasses define `combine`.
+    """Base of aggregators that combine the clients' LoRA adapters; subclasses define `combine`.
 
     Attributes:
         ranks: rank of client i is ``ranks[i % len(ranks)]``; None if all clients have the whole rank.
@@ -98,14 +98,14 @@ class AdapterAggregator(KeptUpdates):
         return super().traits | _OF_ADAPTERS
 
     def rank_of(self, client: int) -> int | None:
-        """Rank of a client's adapters; None for the whole rank."""
+        """Return the rank of a client's adapters; None for the rank of the global model's."""
         if self.ranks is None:
             return None
         return self.ranks[client % len(self.ranks) if self.tiers is None else self.tiers[client]]
 
     @property
     def num_stacked(self) -> int:
-        """Number of elements of the stacked factors that changed the frozen weights in the last round."""
+        """Number of values in all clients' factors whose products changed the frozen weights in the last round."""
         return int(self.memory.get("stacked", 0))
 
     @override
@@ -113,7 +113,7 @@ class AdapterAggregator(KeptUpdates):
         self._round_index = round_index
 
     def open(self, like: Tensor) -> None:
-        """Start a round; ``like`` holds the current parameters."""
+        """Start a round from the current parameters ``like``, shape (k,)."""
         self._start, self._rows = like, self.new_rows(like)
 
     @override
@@ -121,7 +121,7 @@ class AdapterAggregator(KeptUpdates):
         self._rows.append(update)
 
     def close(self) -> Tensor:
-        """End the round: start minus the new parameters, shape (k,); computed in float64 on the CPU."""
+        """Combine the clients' adapters, and return old minus new parameters, shape (k,)."""
         rows, start = self._rows, self._start.detach().cpu().double()
         deltas = torch.from_numpy(np.concatenate([block for _, block in rows.blocks()], axis=1))
         ends = start - deltas.double()
@@ -150,18 +150,18 @@ class AdapterAggregator(KeptUpdates):
         return (start - new).to(self._start)
 
     def weights(self, ends: Tensor, shares: Tensor) -> Tensor:
-        """Return the clients' weights, shape (n,), from their shares of the examples."""
+        """Return the weight of each client, shape (n,), by default its share of the examples."""
         return shares
 
     @abstractmethod
     def combine(self, pair: Pair, a: Tensor, b: Tensor, weights: Tensor) -> Combined:
-        """Combine the clients' factors, of shapes (n, r, in) and (n, out, r)."""
+        """Combine all clients' factors A, shape (n, r, in), and B, shape (n, out, r), of one adapter."""
 
     def finish(self, ends: Tensor, clients: Sequence[int]) -> None:
         """Called at the end of a round with the clients' parameters, shape (n, k)."""
 
     def take_changes(self) -> list[Tensor | None]:
-        """Return the last round's changes of the layers' frozen weights, and clear them."""
+        """Return and clear the changes of the adapted layers' frozen weights in the last round."""
         changes, self._changes = self._changes or [], None
         return changes
 
@@ -186,7 +186,7 @@ def _checked(owner: str, ranks: Sequence[int]) -> list[int]:
 
 @final
 class HetLoRA(AdapterAggregator):
-    """Means of zero-padded factors, weighted by the Frobenius norms of the clients' products.
+    """HetLoRA: means of zero-padded factors A and B, weighted by the Frobenius norms of the clients' B A.
 
     Args:
         ranks: rank of client i is ``ranks[i % len(ranks)]``, at most that of the model's adapters. With
@@ -245,7 +245,7 @@ class HetLoRA(AdapterAggregator):
             self.memory["pruned"] = torch.tensor(sorted(pruned.items()))
 
     def _tail(self, vector: Tensor, kept: int, rank: int) -> float:
-        """Σ ‖B_(:, kept:rank)‖ ‖A_(kept:rank, :)‖ over all adapters."""
+        """Return Σ ‖B_(:, kept:rank)‖ ‖A_(kept:rank, :)‖ over all adapters, the size of what pruning removes."""
         total = 0.0
         for pair in self.pairs:
             a, b = (factor[0] for factor in pair.factors(vector[None]))
@@ -255,7 +255,7 @@ class HetLoRA(AdapterAggregator):
 
 @final
 class FlexLoRA(AdapterAggregator):
-    """The mean of the products B A, factorised by a truncated SVD; lower ranks keep the largest singular values.
+    """FlexLoRA: the mean of the clients' B A, factorised by SVD; lower ranks keep the largest singular values.
 
     Args:
         ranks: as for `HetLoRA`.
@@ -286,7 +286,7 @@ class FlexLoRA(AdapterAggregator):
 
 @final
 class FedExLoRA(AdapterAggregator):
-    """Means of both factors A and B; the error of their product is added to the frozen weights.
+    """FedEx-LoRA: means of A and of B; the error of their product is added to the frozen weights.
 
     Example:
         >>> FedExLoRA().rank_of(3) is None
@@ -303,11 +303,11 @@ class FedExLoRA(AdapterAggregator):
 
 @final
 class FLoRA(AdapterAggregator):
-    """The mean of the products B A is added to the frozen weights; adapters are initialised anew every round.
+    """FLoRA: adds the mean of the clients' B A to the frozen weights, and restarts adapters every round.
 
     Args:
         ranks: as for `HetLoRA`.
-        seed: seed of the new A, which are uniform in ±1 / √in, as peft begins.
+        seed: seed of the new factors A, which are uniform in ±1 / √in, as in peft.
 
     Example:
         >>> FLoRA(ranks=[2, 4]).rank_of(0)

@@ -68,7 +68,7 @@ _IN_CLEAR_OVER_SITES = Traits(
 
 
 class Aggregator(ABC):
-    """Base of aggregators: `open` starts a round, `add` takes its updates, `close` returns the aggregate.
+    """Base of aggregators: `open` starts a round, `add` adds an update, `close` returns the aggregate.
 
     Attributes:
         exact: whether the aggregate is bit-identical for any order of the updates and any number of
@@ -91,7 +91,7 @@ class Aggregator(ABC):
 
     @property
     def memory(self) -> dict[str, Tensor]:
-        """Tensors kept from round to round; tensors of shape (k,) are adapted when the mask changes.
+        """Tensors that the aggregator keeps between rounds; those of shape (k,) are adapted when masks change.
 
         They change only between the last update of a round and the first of the next.
         """
@@ -105,17 +105,17 @@ class Aggregator(ABC):
 
     @property
     def protection(self) -> Protected | None:
-        """The aggregator itself if it hides updates from the server, else None."""
+        """The aggregator itself if it hides single updates from the server (e.g. a secure sum), else None."""
         return None
 
     @property
     def noise_shares(self) -> TakesNoiseShares | None:
-        """The aggregator itself if it can add up integers that contain clients' noise, else None."""
+        """The aggregator itself if it can sum updates to which clients have added noise, else None."""
         return None
 
     @property
     def traits(self) -> Traits:
-        """Traits of the aggregator; a subclass adds or removes some."""
+        """Conditions on a round that the aggregator needs or breaks, to detect conflicting options."""
         traits = BY_STEPS | _OF_ANY if self.needs_effective_steps else _OF_ANY
         if not self.weight_by_examples:
             traits |= _WITHOUT_EXAMPLES
@@ -128,7 +128,7 @@ class Aggregator(ABC):
         ) | _OF_SUMS
 
     def of_clients(self, optimizer: Optimizer) -> Aggregator:
-        """Return the aggregator to use with this optimizer of the clients; by default itself."""
+        """Return the aggregator to use when clients train with this optimizer; by default the same."""
         return self
 
     def start_round(self, round_index: int) -> None:
@@ -140,7 +140,7 @@ class Aggregator(ABC):
         """Start a round of deltas with the shape (k,), dtype and device of ``like``."""
 
     def check(self, update: ClientUpdate, num_updates: int) -> None:
-        """Raise if the update of one client could make the whole round fail.
+        """Raise an error if this one client's update could make the whole round fail.
 
         Called with finite updates that remote clients have sent, before they are added.
 
@@ -157,28 +157,28 @@ class Aggregator(ABC):
 
     @abstractmethod
     def add(self, update: ClientUpdate) -> None:
-        """Add one update."""
+        """Add one client's update to the round."""
 
     def receive(self, updates: Updates) -> None:
-        """Add updates, one after the other."""
+        """Add several updates in order, as `add` does."""
         for update in updates:
             self.add(update)
 
     def new_rows(self, like: Tensor) -> UpdateRows:
-        """Return an empty matrix that will hold a round's updates as rows."""
+        """Return an empty matrix to which the round's updates will be added as rows."""
         return UpdateRows(like)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
-        """Exchange updates so that all processes hold all of them; called by every process."""
+        """Send this process's updates to all processes, so that each has all updates; called by every process."""
         return
 
     @abstractmethod
     def sums(self) -> list[Tensor]:
-        """Return the tensors of this process that are added up over processes."""
+        """Return this process's partial sums, which are then added up over all processes."""
 
     @abstractmethod
     def load_sums(self, sums: list[Tensor]) -> None:
-        """Replace the sums of this process by those over all processes."""
+        """Replace this process's partial sums by the sums over all processes."""
 
     @abstractmethod
     def close(self) -> Tensor:
@@ -191,7 +191,7 @@ class Aggregator(ABC):
 
 
 class FoldedMeans(Aggregator):
-    """An aggregator whose state consists of weighted means, by name; `open` creates them."""
+    """Base of aggregators that compute weighted means only; `open` creates these, by name."""
 
     _means: dict[str, RunningMean | ExactMean]
 
@@ -207,7 +207,7 @@ class FoldedMeans(Aggregator):
 
 
 class WeightedMean(FoldedMeans):
-    """A weighted mean of updates: Σ_k w_k Δ_k / Σ_k w_k. Subclasses define `weight`.
+    """A weighted mean of updates Δ_k: Σ_k w_k Δ_k / Σ_k w_k. Subclasses define `weight`.
 
     Example:
         >>> import torch
@@ -224,7 +224,7 @@ class WeightedMean(FoldedMeans):
 
     @abstractmethod
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight of an update, finite and ≥ 0, a whole number if `exact` is true; 0 leaves it out."""
+        """Return an update's weight in the mean, finite and ≥ 0 (0 ignores it), whole if `exact` is true."""
 
     @override
     def open(self, like: Tensor) -> None:
@@ -238,7 +238,7 @@ class WeightedMean(FoldedMeans):
             check_summable(update.delta, self.weight(update), num_updates)
 
     def add(self, update: ClientUpdate) -> None:
-        """Add one update.
+        """Add one client's update to the weighted mean.
 
         Raises:
             ConfigurationError: if its weight is negative or not finite, or no whole number while `exact` is true.
@@ -257,7 +257,7 @@ class WeightedMean(FoldedMeans):
 
 
 class PrivateAggregator(Aggregator):
-    """Aggregates clipped updates.
+    """Base of aggregators for client-level privacy, which add up updates clipped to an L2 norm.
 
     Attributes:
         clip_norm: bound of an update's L2 norm in the current round, set before `open`.
@@ -270,26 +270,26 @@ class PrivateAggregator(Aggregator):
     @property
     @abstractmethod
     def num_unclipped(self) -> int:
-        """Number of updates within the clip norm."""
+        """Number of the round's updates whose L2 norm is within the clipping norm."""
 
     @property
     @abstractmethod
     def num_replies(self) -> int:
-        """Number of updates so far."""
+        """Number of updates received so far in the round."""
 
 
 class TakesNoiseShares(Protocol):
-    """An aggregator that can add up integers that contain the clients' noise."""
+    """An aggregator that can sum integer updates to which each client has added a share of the noise."""
 
     def fewest_survivors(self, num_clients: int) -> int:
-        """Return the smallest number of updates in a sum over a cohort of ``num_clients``."""
+        """Return the smallest number of updates that may be summed if the cohort has ``num_clients``."""
 
     def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> PrivateAggregator:
-        """Return an aggregator of integers with noise; called after `Protected.begin`."""
+        """Return an aggregator that sums integer updates with noise; called after `Protected.begin`."""
 
 
 class KeptUpdates(Aggregator):
-    """Base of aggregators that keep all updates; subclasses define `open`, which creates the rows, and `close`."""
+    """Base of aggregators that need all updates at once, as rows of a matrix, e.g. for a median."""
 
     exchanges = True
 
@@ -297,11 +297,11 @@ class KeptUpdates(Aggregator):
 
     @property
     def reader(self) -> str:
-        """Name of the class that reads the updates, for error messages."""
+        """Name of the aggregator that compares the updates, for error messages."""
         return type(self).__name__
 
     def add(self, update: ClientUpdate) -> None:
-        """Keep one update.
+        """Add one update as a row of the matrix.
 
         Raises:
             ConfigurationError: if the client has a mask of its own.
@@ -314,7 +314,7 @@ class KeptUpdates(Aggregator):
         self._rows = self._rows.exchange(gather, all_reduce)
 
     def sums(self) -> list[Tensor]:
-        """Return an empty list: rows do not add up, see `exchange`."""
+        """Return an empty list: this aggregator has no sums, and `exchange` sends whole updates."""
         return []
 
     @override
@@ -323,7 +323,7 @@ class KeptUpdates(Aggregator):
 
 
 def check_whole(update: ClientUpdate, name: str) -> None:
-    """Raise ConfigurationError, naming the reader, if the client has a mask of its own."""
+    """Raise ConfigurationError if the client trained with its own mask, so that its update lacks coordinates."""
     if update.active is not None:
         raise ConfigurationError(
             f"{name} compares whole updates, and client {update.client_id} has a mask of its own: use one mask "

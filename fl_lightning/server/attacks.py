@@ -50,12 +50,12 @@ Generators = Callable[[int], np.random.Generator]
 
 
 class Forgery(Protocol):
-    """An attack: replaces the updates of the attackers."""
+    """An attack: computes the updates that attackers send instead of honest ones."""
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield the forged update of each attacker, shape (k,).
+        """Yield the vector, shape (k,), that each attacker sends as its update.
 
         Args:
             rows: all updates of the round, from honest training.
@@ -66,7 +66,7 @@ class Forgery(Protocol):
 
 @final
 class Forged(KeptUpdates):
-    """An aggregator that replaces the updates of attackers.
+    """An aggregator that replaces attackers' updates by those of an attack, to test another aggregator.
 
     Args:
         aggregator: aggregator of the honest and the forged updates.
@@ -121,7 +121,7 @@ class Forged(KeptUpdates):
         self._rows = self.aggregator.new_rows(like)
 
     def close(self) -> Tensor:
-        """Return the aggregate of the honest updates and the forged ones."""
+        """Replace the attackers' updates, and return the aggregate of all updates, shape (k,)."""
         rows = self._rows
         places = [place for place, client in enumerate(rows.client_ids) if client in self.attackers]
         generators = partial(numpy_generator, self._seed, "attack", self._round_index)
@@ -141,7 +141,7 @@ class Forged(KeptUpdates):
 @final
 @dataclass(frozen=True)
 class Scaling(Ranged):
-    """Sends its update times a factor; with poisoned examples this is model replacement.
+    """Attack: each attacker multiplies its update by a factor (model replacement, with poisoned examples).
 
     Args:
         factor: γ; 1 changes nothing.
@@ -154,7 +154,7 @@ class Scaling(Ranged):
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield one scaled update per attacker."""
+        """Yield the update of each attacker, times the factor."""
         for place in attackers:
             yield combined(rows, self.factor * (np.arange(len(rows)) == place))
 
@@ -162,7 +162,7 @@ class Scaling(Ranged):
 @final
 @dataclass(frozen=True)
 class SignFlip(Ranged):
-    """Sends its update with the opposite sign.
+    """Attack: each attacker reverses the sign of its update.
 
     Args:
         scale: factor s ≥ 0 of its length.
@@ -178,14 +178,14 @@ class SignFlip(Ranged):
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield one reversed update per attacker."""
+        """Yield the update of each attacker, with the opposite sign."""
         return Scaling(-self.scale).forge(rows, attackers, generators)
 
 
 @final
 @dataclass(frozen=True)
 class GaussianNoise(Ranged):
-    """Sends Gaussian noise instead of an update.
+    """Attack: each attacker sends Gaussian noise as its update.
 
     Args:
         std: standard deviation σ ≥ 0 of every coordinate.
@@ -201,7 +201,7 @@ class GaussianNoise(Ranged):
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield independent noise for each attacker."""
+        """Yield an independent noise vector for each attacker."""
         for place in attackers:
             generator = generators(rows.client_ids[place])
             noise = generator.standard_normal(rows.num_columns, np.float32)
@@ -209,16 +209,16 @@ class GaussianNoise(Ranged):
 
 
 class _Collusion(Ranged, ABC):
-    """An attack in which all attackers send the same vector."""
+    """Base of attacks in which all attackers send the same vector."""
 
     @abstractmethod
     def vector(self, honest: Rows, num_updates: int, num_attackers: int) -> Floats:
-        """Return the vector that all attackers send, shape (k,), given the honest updates and the round's counts."""
+        """Return the vector that all attackers send as their update, shape (k,)."""
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
-        """Yield the same vector for every attacker."""
+        """Yield the same vector once per attacker."""
         honest = sorted(set(range(len(rows))) - set(attackers))
         # without honest updates, those that the attackers would have sent honestly
         known = chosen_rows(rows, honest) if honest else rows
@@ -228,7 +228,7 @@ class _Collusion(Ranged, ABC):
 @final
 @dataclass(frozen=True)
 class ALIE(_Collusion):
-    """A little is enough: the honest mean minus z standard deviations.
+    """ALIE attack ("a little is enough"): attackers send the honest mean minus z standard deviations.
 
     Args:
         z: number of standard deviations; None for the largest that a majority of updates hides.
@@ -249,7 +249,7 @@ class ALIE(_Collusion):
 @final
 @dataclass(frozen=True)
 class InnerProductManipulation(_Collusion):
-    """Sends the reversed honest mean.
+    """Attack by inner product manipulation: attackers send the honest mean, reversed and scaled.
 
     Args:
         epsilon: length ε; a small one hides among the honest updates, a large one reverses the mean.
@@ -269,7 +269,7 @@ class InnerProductManipulation(_Collusion):
 @final
 @dataclass(frozen=True)
 class MinMax(_Collusion):
-    """Sends a vector as far from the honest mean as the honest updates are from each other.
+    """Min-max attack: the sent vector is at most as far from honest updates as they are from each other.
 
     Args:
         direction: direction p: ``std`` for -σ, ``unit`` for -μ / |μ|, ``sign`` for -sign(μ).
@@ -294,7 +294,7 @@ class MinMax(_Collusion):
 
 
 def hidden_deviations(num_updates: int, num_attackers: int) -> float:
-    """Return ALIE's number z ≥ 0 of standard deviations by which attackers deviate.
+    """Return z ≥ 0, the number of standard deviations by which ALIE's attackers deviate from the honest mean.
 
     Example:
         >>> round(hidden_deviations(50, 12), 4)  # Φ⁻¹(24 / 38)
@@ -308,7 +308,7 @@ def hidden_deviations(num_updates: int, num_attackers: int) -> float:
 
 
 def along(rows: Rows, mean: Floats, direction: Floats) -> Floats:
-    """Inner products <p, μ - x_i> of the rows x_i, float64, shape (n,)."""
+    """Return the inner products <p, μ - x_i> of a direction p with mean minus each row, float64, shape (n,)."""
     products = np.zeros(len(rows))
     for columns, block in rows.blocks():
         products += (mean[columns] - block) @ direction[columns]
@@ -316,7 +316,7 @@ def along(rows: Rows, mean: Floats, direction: Floats) -> Floats:
 
 
 def largest_step(direction: Floats, products: Floats, to_mean: Floats, limit: float) -> float:
-    """Return the largest γ with γ² |p|² + 2 γ <p, μ - x_i> + |μ - x_i|² ≤ limit for all i.
+    """Return the largest step γ such that |μ + γ p - x_i|² ≤ limit for all rows x_i.
 
     Example:
         >>> largest_step(np.array([1.0]), np.array([1.0, -1.0]), np.array([1.0, 1.0]), limit=4.0)

@@ -46,7 +46,7 @@ _RANGES = {
 
 
 class _ServerOptimizer(Optimizer):
-    """Base of the server optimizers: checks the ranges of options, and updates one parameter at a time."""
+    """Base of server optimizers, which checks the ranges of options and updates one parameter at a time."""
 
     def __init__(self, params: Iterable[Any], options: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -57,11 +57,11 @@ class _ServerOptimizer(Optimizer):
 
     @abstractmethod
     def _move(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Move a parameter in place, given its gradient and the options of its group."""
+        """Update a parameter in place, given its pseudo-gradient and the options of its group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Descend the gradients; returns the closure's loss, or None without a closure."""
+        """Update all parameters by their pseudo-gradients; return the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,10 +107,10 @@ class _Adaptive(_ServerOptimizer):
 
 @final
 class FedAdagrad(_Adaptive):
-    """Adagrad over rounds.
+    """FedAdagrad: the server updates the model by Adagrad, with a pseudo-gradient per round.
 
     Args:
-        params: what to move.
+        params: parameters to update.
         lr: learning rate η, ≥ 0.
         beta1: decay of the first moment, in [0, 1); the paper's experiments have 0.
         tau: degree of adaptivity τ, > 0; the second moment starts at its square.
@@ -139,10 +139,10 @@ class FedAdagrad(_Adaptive):
 
 @final
 class FedAdam(_Adaptive):
-    """Adam over rounds, as in the paper: v₀ = τ², no bias correction.
+    """FedAdam: the server updates the model by Adam without bias correction, v₀ = τ², as in the paper.
 
     Args:
-        params: what to move.
+        params: parameters to update.
         lr: learning rate η, ≥ 0.
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1).
@@ -167,10 +167,10 @@ class FedAdam(_Adaptive):
 
 @final
 class FedYogi(_Adaptive):
-    """Yogi over rounds: the second moment moves by at most (1 - β₂) Δ² at a time.
+    """FedYogi: the server updates the model by Yogi; the second moment moves by at most (1 - β₂) Δ² per round.
 
     Args:
-        params: what to move.
+        params: parameters to update.
         lr: learning rate η, ≥ 0.
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1).
@@ -195,10 +195,10 @@ class FedYogi(_Adaptive):
 
 @final
 class FedLion(_ServerOptimizer):
-    """Lion over rounds: every coordinate moves by the learning rate, and only its sign is learned.
+    """Lion on the server: each round moves every coordinate by ± the learning rate.
 
     Args:
-        params: what to move.
+        params: parameters to update.
         lr: learning rate η, ≥ 0: how far a coordinate moves per round.
         beta1: share of the momentum in the direction, in [0, 1).
         beta2: decay of the momentum, in [0, 1).

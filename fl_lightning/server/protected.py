@@ -22,7 +22,7 @@ FEWEST_CLIENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Facts about a run that are known before the first round, to set up the protection of updates."""
+    """Facts known before the first round that secure aggregation needs, e.g. the largest cohort."""
 
     most_clients: int  # size of the largest possible cohort
     seed: int = 0  # seed of the run
@@ -31,7 +31,7 @@ class Terms:
 
 @dataclass
 class ProtectionCost:
-    """Bytes and CPU time of hiding the updates of a round, added up during the round."""
+    """Bytes and CPU time that hiding the updates cost in a round."""
 
     # bytes that each client of the cohort uploads, by client id
     bytes_up: Counter[int] = field(default_factory=Counter)
@@ -42,7 +42,7 @@ class ProtectionCost:
 
 
 class Protected(Protocol):
-    """An aggregator whose clients do not send deltas in clear, see `Aggregator.protection`.
+    """An aggregator that hides single updates from the server, e.g. a secure sum, see `Aggregator.protection`.
 
     Over a network, the vectors of a sum stay at the clients' sites.
 
@@ -57,50 +57,50 @@ class Protected(Protocol):
     @property
     @abstractmethod
     def hides(self) -> str:
-        """Clause for the log: what the server sees instead of single updates, and how they are protected."""
+        """Part of a sentence for the log: what the server sees instead of single updates."""
 
     @property
     @abstractmethod
     def spans_network(self) -> bool:
-        """True if sites can compute the sums; False if these are only simulated."""
+        """True if sites in a network can compute the sums; false if sums are only simulated in one program."""
 
     @property
     @abstractmethod
     def agreed_sum(self) -> Any:
-        """The summation protocol with the configured options, which a server may not change."""
+        """The protocol of the secure sum with its configured options, which a server may not change."""
 
     @abstractmethod
     def begin(self, terms: Terms) -> None:
-        """Called once before the first round, with the same facts at the server and at sites.
+        """Prepare for a run; server and sites call this with the same facts before the first round.
 
         Raises:
             ConfigurationError: if sums are not possible in this run.
         """
 
     def start_round(self, round_index: int) -> None:
-        """Called before the first update of a round."""
+        """Start a round; called before its first update."""
 
     @abstractmethod
     def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
-        """Return the vector that a client adds to the sum of the current round, shape (size,).
+        """Return the vector that represents a client's update in the round's sum, shape (size,).
 
         Raises:
             ConfigurationError: if the update has a mask of the client's own.
         """
 
     def sum_at_sites(self, adds: SumsAtSites) -> None:
-        """Use ``adds`` to sum the vectors at the sites; `add` then only counts the updates."""
+        """Use ``adds`` to compute the sums at the sites; `add` then only counts the updates."""
 
     def miss(self, clients: Iterable[int]) -> None:
-        """Called before `close` with the ids of the cohort's clients that sent no update."""
+        """Note which of the cohort's clients sent no update; called before `close`."""
 
     @abstractmethod
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return the bytes of a client for ``size`` numbers: (uploaded, downloaded besides the model)."""
+        """Return the bytes that a client sends for ``size`` numbers, and those it receives besides the model."""
 
 
 class NoiseShares(Protocol):
-    """A mechanism whose clients send integers that contain their share of the noise.
+    """A noise mechanism whose clients add shares of the noise to their updates and send integers.
 
     Attributes:
         expected: expected size of the cohort, by which sums are divided.
@@ -111,12 +111,12 @@ class NoiseShares(Protocol):
     fewest_replies: int
 
     def num_bits(self, num_clients: int) -> int:
-        """Return b such that no sum over ``num_clients`` wraps around modulo 2^b."""
+        """Return the number of bits b with which no sum over ``num_clients`` overflows modulo 2^b."""
 
     def client_integers(
         self, delta: Tensor, clip_norm: float, round_index: int, client: int
     ) -> Integers:
-        """Return a client's clipped update with its share of the noise, int64 of shape (k,)."""
+        """Return a client's clipped update plus its share of the noise, as integers: int64, shape (k,)."""
 
     def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
-        """Return the sum that the integers stand for, with the dtype of ``like``."""
+        """Convert a sum of clients' integers back to the sum of their noisy updates, with the dtype of ``like``."""

@@ -37,7 +37,7 @@ PseudoGradient = Callable[[Tensor], Tensor | None]
 
 
 def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
-    """Return SGD with learning rate 1, which subtracts the aggregate from the model."""
+    """Return FedAvg's server optimizer: SGD with learning rate 1, which subtracts the aggregate from the model."""
     return torch.optim.SGD(params, lr=1.0)
 
 
@@ -48,7 +48,7 @@ class Server:
         model: the initial global model.
         aggregator: aggregator of the deltas; the mean if None.
         make_optimizer: builds an optimizer over one flat parameter of shape (k,).
-        make_schedule: builds the schedule of its learning rate, which advances by one each round.
+        make_schedule: builds that optimizer's learning-rate schedule, which advances once per round.
 
     Raises:
         ConfigurationError: if ``make_optimizer`` makes no optimizer that can step on a dense vector,
@@ -89,7 +89,7 @@ class Server:
         self._schedule = None if make_schedule is None else make_schedule(self.optimizer)
         if isinstance(self._schedule, ReduceLROnPlateau):
             raise ConfigurationError(
-                "server_schedule: ReduceLROnPlateau waits for a metric, and the server steps before "
+                "server_schedule: ReduceLROnPlateau needs a metric, and the server steps before "
                 "it is known: use a schedule over rounds like CosineAnnealingLR"
             )
         self.round_index = 0
@@ -97,17 +97,17 @@ class Server:
         self.is_open = False
 
     def replace_model(self, model: GlobalModel) -> None:
-        """Replace the global model and keep the optimizer's state."""
+        """Replace the parameters and buffers of the global model; the server optimizer's state is kept."""
         self._params.data.copy_(model.params)
         self._buffers.copy_(model.buffers)
 
     def replace_buffers(self, buffers: Tensor) -> None:
-        """Replace the buffers, between two rounds."""
+        """Replace the global model's buffers, between two rounds."""
         self._buffers = buffers.clone()
         self.model = GlobalModel(self._params.detach(), self._buffers)
 
     def relocate(self, model: GlobalModel, positions: Tensor) -> None:
-        """Replace the model by one with other coordinates; common coordinates keep their optimizer state.
+        """Replace the model after masks have changed its coordinates; common coordinates keep their optimizer state.
 
         Args:
             model: the new model, of k' coordinates.
@@ -134,7 +134,7 @@ class Server:
         self.model = GlobalModel(params.detach(), self._buffers)
 
     def open_round(self, round_index: int = 0) -> None:
-        """Start a round; the updates of the last one are dropped."""
+        """Start a round, and discard any updates of the former one."""
         self.num_replies = 0
         self.is_open = True
         self.round_index = round_index
@@ -143,7 +143,7 @@ class Server:
         self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
     def receive(self, updates: ClientUpdate | Updates) -> None:
-        """Add updates to the open round; most aggregators keep only their sums."""
+        """Add updates to the open round; most aggregators keep only running sums of them."""
         if not isinstance(updates, Updates):
             updates = Updates.of(updates)
         self._aggregator.receive(updates)
@@ -152,7 +152,7 @@ class Server:
         self.num_replies += len(updates.client_ids)
 
     def reduce(self, all_reduce: AllReduce, gather: Gather) -> None:
-        """Add up sums over processes, so that every process holds the sums of all updates.
+        """Add up the aggregator's sums over all processes, so that each has the sums over all updates.
 
         Called by all processes before `close_round`, which then gives the same model everywhere.
 
@@ -171,7 +171,7 @@ class Server:
         self.num_replies = int(replies)
 
     def close_round(self, change: PseudoGradient | None = None) -> Tensor:
-        """Step on the aggregate and return the pseudo-gradient's L2 norm, a scalar.
+        """Update the global model by the round's aggregate; return the L2 norm of the pseudo-gradient, a scalar.
 
         Without updates the model stays, unless the aggregator is private and must not show that.
 
@@ -191,7 +191,7 @@ class Server:
 
     @contextmanager
     def reversible(self) -> Iterator[None]:
-        """Context that undoes `close_round` if its block raises, so that the round is open again."""
+        """Context that undoes `close_round` if an error is raised inside it; the round is then open again."""
         vectors = self.model.params, self.model.buffers
         before, state = [vector.clone() for vector in vectors], copy.deepcopy(self.state_dict())
         try:
@@ -236,7 +236,7 @@ class Server:
         self._params.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and aggregator, without updates of an open round.
+        """Return the state of server optimizer, schedule and aggregator, without the updates of an open round.
 
         The model itself is among the checkpoint's weights.
         """
@@ -256,7 +256,7 @@ class Server:
 
 
 def as_aggregator(given: Aggregator | None) -> Aggregator:
-    """Return the aggregator itself, or `Mean` for None."""
+    """Return the given aggregator; `Mean`, which is FedAvg, for None."""
     return Mean() if given is None else given
 
 
@@ -292,7 +292,7 @@ def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
 
 
 def _check_steps(make_optimizer: ServerOptimizer) -> None:
-    """Raise if an optimizer cannot step a plain vector, e.g. because it needs matrices or a closure."""
+    """Raise ConfigurationError if a server optimizer cannot update a vector, e.g. because it needs matrices."""
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
     try:

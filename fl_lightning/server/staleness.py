@@ -27,16 +27,16 @@ from fl_lightning.core.traits import Trait, Traits
 
 
 class Staleness(Protocol):
-    """A weight that decreases with staleness."""
+    """A weight for late updates that falls with their staleness τ, the number of server steps missed."""
 
     def weight(self, staleness: int) -> float:
-        """Return s(τ) in (0, 1], 1 at τ = 0; τ ≥ 0 is a number of server steps."""
+        """Return the weight s(τ) in (0, 1] of an update that is τ ≥ 0 server steps late; s(0) = 1."""
 
 
 @final
 @dataclass(frozen=True)
 class PolynomialStaleness(Ranged):
-    """s(τ) = (1 + τ)^-a.
+    """Weight of an update that is τ server steps late: s(τ) = (1 + τ)^-a.
 
     Args:
         exponent: a ≥ 0; 0 ignores staleness.
@@ -51,14 +51,14 @@ class PolynomialStaleness(Ranged):
     ranges: ClassVar[dict[str, str]] = {"exponent": "at least 0 and finite"}
 
     def weight(self, staleness: int) -> float:
-        """Return the weight s(τ) of an update τ steps late."""
+        """Return the weight s(τ) of an update that is τ server steps late."""
         return float((1 + staleness) ** -self.exponent)
 
 
 @final
 @dataclass(frozen=True)
 class HingeStaleness(Ranged):
-    """s(τ) = 1 up to τ = b, then 1 / (a (τ - b) + 1).
+    """Weight of an update τ server steps late: s(τ) = 1 up to τ = b, then 1 / (a (τ - b) + 1).
 
     Args:
         slope: a ≥ 0.
@@ -78,7 +78,7 @@ class HingeStaleness(Ranged):
     }
 
     def weight(self, staleness: int) -> float:
-        """Return the weight s(τ) of an update τ steps late."""
+        """Return the weight s(τ) of an update that is τ server steps late."""
         return 1 / (self.slope * max(0, staleness - self.grace) + 1)
 
 
@@ -108,7 +108,7 @@ ONE_BY_ONE = Traits(
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncRule(Ranged, ABC):
-    """Base of asynchronous rules: how many clients train at once, and how stale updates are weighted."""
+    """Base of asynchronous rules: number of clients that train at once, and weights of late updates."""
 
     concurrency: int
     staleness: Staleness | None = None
@@ -119,33 +119,33 @@ class AsyncRule(Ranged, ABC):
 
     @property
     def buffer_size(self) -> int:
-        """Number of updates per server step."""
+        """Number of updates that the server waits for before each of its steps."""
         return 1
 
     @property
     def traits(self) -> Traits:
-        """Traits of an asynchronous server."""
+        """Conditions on a round that an asynchronous server needs or breaks, to detect conflicting options."""
         return ASYNCHRONOUS | ONE_BY_ONE if self.buffer_size == 1 else ASYNCHRONOUS
 
     def weight(self, tau: int) -> float:
-        """Return the weight s(τ) of an update τ steps late."""
+        """Return the weight s(τ) of an update that is τ server steps late."""
         return (self.staleness or PolynomialStaleness()).weight(tau)
 
     @abstractmethod
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
-        """Return the updates weighted by their staleness, of the shape of ``deltas``.
+        """Return updates multiplied by their staleness weights, with the shape of ``deltas``.
 
         Args:
             deltas: start minus end of a client's training, shape (k,), or one row per client, (m, k).
             staleness: τ ≥ 0 of all these updates.
-            drift: the current model minus the one they started from, shape (k,); None if τ = 0.
+            drift: the current model minus the model that these clients started from, shape (k,); None if τ = 0.
         """
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedBuff(AsyncRule):
-    """The server steps whenever a buffer of updates is full.
+    """FedBuff: the server takes a step whenever it has received ``buffer_size`` updates.
 
     Args:
         concurrency: number of clients that train at any time, ≥ 1.
@@ -162,7 +162,7 @@ class FedBuff(AsyncRule):
     buffer_size: int = 10
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
-        """Return the updates times their staleness weights, s(τ) Δ."""
+        """Return the updates Δ times their staleness weight, s(τ) Δ."""
         weight = self.weight(staleness)
         return deltas if weight == 1 else deltas * weight
 
@@ -170,7 +170,7 @@ class FedBuff(AsyncRule):
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedAsync(AsyncRule):
-    """The server mixes each client's model into its own on arrival.
+    """FedAsync: the server mixes each client's model into its own as soon as it arrives.
 
     Args:
         concurrency: number of clients that train at any time, ≥ 1.
@@ -189,7 +189,7 @@ class FedAsync(AsyncRule):
     ranges: ClassVar[dict[str, str]] = {"mixing": "in (0, 1]"}
 
     def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
-        """Return the step of FedAsync, α s(τ) (x - y), with x the server's and y the client's model."""
+        """Return the server's step α s(τ) (x - y), with x the server's and y the client's model."""
         weight = self.mixing * self.weight(staleness)
         apart = deltas if drift is None else deltas + drift
         return apart if weight == 1 else apart * weight

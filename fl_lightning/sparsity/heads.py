@@ -50,7 +50,7 @@ _ROWS = 8192  # examples converted to double precision at a time
 
 @dataclass(frozen=True)
 class FittedHead:
-    """A fitted linear classifier, with the cost of the fit.
+    """A fitted linear classifier: its weights, and how much clients sent to fit it.
 
     Attributes:
         weight: float64 of shape (classes, D).
@@ -74,7 +74,7 @@ class FittedHead:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFit(ABC):
-    """Base of the fits of a linear classifier.
+    """Base class of ways to fit a linear classifier on features that stay with their owners (clients).
 
     Args:
         regularisation: λ, above 0; not applied to the bias.
@@ -99,7 +99,7 @@ class HeadFit(ABC):
         has_bias: bool = True,
         reduce: Reduce = lambda _: None,
     ) -> FittedHead:
-        """Return the classifier of all owners' examples.
+        """Return the linear classifier fitted on all owners' examples.
 
         Args:
             owners: examples of each client, or one entry for pooled examples; with several processes those
@@ -121,19 +121,19 @@ class HeadFit(ABC):
     def _fitted(
         self, exchange: Exchange, num_features: int, num_classes: int, has_bias: bool
     ) -> FittedHead:
-        """Return the classifier, fitted by exchanges of sums."""
+        """Return the classifier, fitted from sums over owners, which ``exchange`` collects."""
 
 
 class OneExchange(HeadFit):
-    """Base of the fits by a single sum over owners, which may therefore be remote clients."""
+    """Base class of fits that need one sum per client, sent once, so that clients may also be remote."""
 
     @abstractmethod
     def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
-        """Return the sums that an owner sends, in float64; `fit` adds those of all owners."""
+        """Return the sums over one owner's examples, in float64; `fit` adds them over all owners."""
 
 
 def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits) -> Tensor:
-    """Return the inputs of a head for a batch, shape (B, D), without gradients.
+    """Return the features that enter the head (the last layer) for a batch, shape (B, D), without gradients.
 
     Raises:
         ConfigurationError: unless the head is called once, with one vector per example.
@@ -159,7 +159,7 @@ def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raise ConfigurationError if labels are no classes of the head."""
+    """Raise ConfigurationError if labels are not in 0 … ``num_classes`` - 1."""
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
         raise ConfigurationError(
             f"labels are {int(labels.min())} to {int(labels.max())}, but the head has {num_classes} classes: set "
@@ -170,7 +170,7 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 def _double_rows(
     owner: Features, num_classes: int, *, has_ones: bool = True
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield features (with a 1 appended for a bias), labels and one-hot labels of parts of an owner's examples."""
+    """Yield an owner's examples in parts, in float64: features (plus a 1 for the bias), labels, one-hot labels."""
     features, labels = owner
     check_labels(labels, num_classes)
     for start in range(0, len(labels), _ROWS):
@@ -243,7 +243,7 @@ class LinearHead(HeadFit):
 
 
 def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
-    """Return the number of an owner's examples, and the sums of their losses and gradients, as one vector."""
+    """Return one vector over an owner's examples: their number, the sum of losses, the sum of gradients."""
     device = owner[0].device
     here, num_classes = weights.to(device), len(weights)
     sums = torch.zeros(weights.numel() + 2, dtype=torch.float64, device=device)
@@ -260,7 +260,7 @@ def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RidgeHead(OneExchange):
-    """Fits the head by ridge regression, with a single exchange of sums.
+    """Fits the head by ridge regression on one-hot labels; every client sends its sums just once.
 
     The outputs approximate one-hot labels. As logits these are small, so that all probabilities are similar
     although their order is right; a ``temperature`` below 1 sharpens them.

@@ -34,7 +34,7 @@ _LANES: tuple[tuple[str, int], ...] = (("<u2", 8), ("<u4", 16), ("<u8", 32))
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the number of bytes that ``count`` packed codes fill.
+    """Return the number of bytes that ``count`` integers of ``bits`` bits take when packed.
 
     Example:
         >>> packed_size(3, bits=3)
@@ -44,7 +44,7 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
-    """Return the packed codes; unused bits at the end are zero.
+    """Pack integers of a few bits (codes) into bytes without gaps; unused bits at the end are zero.
 
     Args:
         codes: integers below 2^bits, shape (n,).
@@ -68,7 +68,7 @@ def pack(codes: Bytes, bits: int) -> Bytes:
 
 
 def unpack(packed: Bytes, count: int, bits: int) -> Bytes:
-    """Return ``count`` codes from their packed bytes, the inverse of `pack`.
+    """Unpack ``count`` integers of a few bits (codes) from bytes, the inverse of `pack`.
 
     Args:
         packed: packed codes, as many bytes as `packed_size` says.
@@ -121,7 +121,7 @@ def _split(packed: Bytes, bits: int) -> Bytes:
 
 @dataclass(frozen=True)
 class RiceCode:
-    """Parameter and sizes of a Rice code of some indices."""
+    """Parameter and byte counts of the Rice code for the indices of a sparse vector."""
 
     num_low_bits: int  # r, bits of a remainder
     unary_size: int  # bytes of the quotients
@@ -129,17 +129,17 @@ class RiceCode:
 
     @property
     def size(self) -> int:
-        """Total number of bytes."""
+        """Total number of bytes of the encoded indices."""
         return self.unary_size + self.low_size
 
 
 def gaps_of(indices: Integers) -> Integers:
-    """Number of coordinates skipped before each index; negative if out of order."""
+    """Return the number of coordinates skipped before each index (its gap); negative if indices are out of order."""
     return np.diff(indices, prepend=-1) - 1
 
 
 def best_code(gaps: Integers) -> RiceCode:
-    """Return the shortest Rice code of these gaps.
+    """Return the Rice code that encodes these gaps between indices in the fewest bits.
 
     Example:
         >>> best_code(np.array([0, 9, 20, 15]))
@@ -162,13 +162,13 @@ def best_code(gaps: Integers) -> RiceCode:
 
 
 def low_size(count: int, num_low_bits: int) -> int:
-    """Number of bytes of the low bits of ``count`` Rice-coded numbers."""
+    """Return the number of bytes of the remainders (low bits) of ``count`` Rice-coded numbers."""
     whole, rest = divmod(num_low_bits, 8)
     return count * whole + packed_size(count, rest)
 
 
 def write_gaps(gaps: Integers, code: RiceCode) -> list[Bytes]:
-    """Return the encoded quotients and remainders, to be written one after the other."""
+    """Return the Rice-coded gaps as arrays of bytes: the quotients in unary, then the remainders."""
     ends = np.cumsum((gaps >> code.num_low_bits) + 1) - 1
     bits = np.zeros(8 * code.unary_size, np.uint8)
     bits[ends] = 1
@@ -179,7 +179,7 @@ def write_gaps(gaps: Integers, code: RiceCode) -> list[Bytes]:
 
 
 def read_indices(unary: Bytes, low: Bytes, count: int, num_low_bits: int) -> Integers | None:
-    """Return ``count`` indices, strictly increasing; None if the number of quotients differs.
+    """Decode ``count`` strictly increasing indices; None if the bytes hold another number of quotients.
 
     The caller has checked that sizes fit together and that nothing can overflow.
     """
@@ -197,5 +197,5 @@ def read_indices(unary: Bytes, low: Bytes, count: int, num_low_bits: int) -> Int
 
 
 def _planes(num_low_bits: int) -> list[tuple[int, int]]:
-    """Return (shift, width) in bits for each byte of a remainder, the lowest first."""
+    """Return (shift, width) in bits of each byte of a Rice code's remainder, the lowest byte first."""
     return [(shift, min(8, num_low_bits - shift)) for shift in range(0, num_low_bits, 8)]

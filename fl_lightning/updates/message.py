@@ -1,7 +1,7 @@
 """Messages between clients and server: an update or a model, encoded as bytes.
 
-A client sends its update, the server sends the global model. Both messages name their space (with its
-mask) and round; a receiver refuses any message that differs from the expected one.
+A client sends its update, the server sends the global model. Both messages contain the round and a
+fingerprint of the space (with its mask); a receiver refuses a message with others than it expects.
 
 As a container (`fl_lightning.core.container`) of the kind ``update`` or ``model``:
 
@@ -9,10 +9,10 @@ As a container (`fl_lightning.core.container`) of the kind ``update`` or ``model
                the payloads params and buffers; empty fields are left out
     tensors    numbers (int64: round, client, examples, local steps), metrics (float64), payloads
 
-Every number of a payload must be finite; a metric may be NaN, because it is only shown.
+Every number of a payload must be finite; a metric may be NaN, because it is only displayed.
 
 `bytes_up` and `bytes_down` return the length of the encoded messages without encoding them. For dense
-messages it depends only on sizes, dtypes and metric names, which clients share, so a run computes it once.
+messages it depends only on sizes, dtypes and metric names, which all clients share, so it is cached.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FIELDS = ("space", "transforms", "metrics", *_PAYLOADS)
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An update from a client, or a global model to a client.
+    """A message between client and server: a client's update, or the global model.
 
     Args:
         kind: ``update`` or ``model``.
@@ -92,7 +92,7 @@ class Message:
         params: Payload | None = None,
         transforms: tuple[str, ...] = (),
     ) -> Message:
-        """Return the message with a client's update.
+        """Build the message that sends a client's update.
 
         Args:
             update: the client's update.
@@ -115,7 +115,7 @@ class Message:
         )
 
     def to_update(self) -> ClientUpdate:
-        """Return the update with a dense delta.
+        """Return the client's update that the message holds, with an uncompressed delta.
 
         Raises:
             ValueError: if the message holds a model.
@@ -134,7 +134,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Properties that a receiver expects of a message; a message with others is refused."""
+    """Header fields that a receiver expects of a message; a message with other values is refused."""
 
     kind: MessageKind  # ``update`` or ``model``
     space: str  # fingerprint of the space and its mask
@@ -218,7 +218,7 @@ def decode(data: bytes | bytearray | memoryview, agreement: Agreement) -> Messag
 
 
 def _content(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a message's fields, without empty ones, and its tensors."""
+    """Return a message's non-empty header fields, and its tensors by name."""
     numbers = [getattr(message, name) for name in _NUMBERS]
     tensors = {"numbers": torch.tensor(numbers, dtype=torch.int64)}
     if message.metrics:
@@ -236,7 +236,7 @@ def _content(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Return whether two sets of tensors have equal bits; metrics may be NaN."""
+    """Return whether two dicts of tensors are bit-identical, also where values are NaN."""
     return some.keys() == others.keys() and all(
         tensor is others[name]
         or (
@@ -256,7 +256,7 @@ Shape = tuple[int, torch.dtype]
 
 
 def bytes_up(updates: ClientUpdate | Updates) -> int:
-    """Return the length in bytes of the message with a client's update; for several, of each.
+    """Return the length in bytes of one client's uncompressed update message; in `Updates` all have the same.
 
     Coordinates that a client's own mask freezes are not sent.
 
@@ -275,7 +275,7 @@ def bytes_up(updates: ClientUpdate | Updates) -> int:
 
 
 def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) -> int:
-    """Return the length in bytes of the message with the global model to one client.
+    """Return the length in bytes of the uncompressed message that sends the global model to a client.
 
     Args:
         params: parameters, shape (k,).
@@ -288,7 +288,7 @@ def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) ->
 
 @lru_cache(maxsize=256)
 def _dense_size(kind: MessageKind, params: Shape, buffers: Shape, metrics: tuple[str, ...]) -> int:
-    """Return the size of a dense message, computed from vectors without storage."""
+    """Return the length of an uncompressed message in bytes, without allocating its vectors."""
 
     def payload(shape: Shape) -> Dense:
         return Dense(torch.empty(shape[0], dtype=shape[1], device="meta"))

@@ -41,7 +41,7 @@ from fl_lightning.updates.transform import (
 
 OF_DOWNLOAD = Traits(
     needs={
-        Trait.COHORTS: "rounds the model of a round",
+        Trait.COHORTS: "quantises one global model per round",
         Trait.ONE_MASK: "sends all clients the same coordinates",
     },
     instead={
@@ -56,7 +56,7 @@ Step = Transform | ErrorFeedback
 
 @dataclass(frozen=True)
 class Arrival:
-    """An update as the server receives it, with its number of bytes and its compression error."""
+    """An update as the server decodes it, with the message's length in bytes and the compression error."""
 
     update: ClientUpdate  # update with the delta that the server reads
     num_bytes: int  # length of the message
@@ -67,7 +67,7 @@ class Arrival:
 
 
 class _Way:
-    """Base of both directions: transforms between a sender and a receiver that know the same seed.
+    """Base of upload and download: compression by transforms with random numbers that both sides can draw.
 
     Attributes:
         is_empty: whether there is no transform, so that vectors arrive unchanged.
@@ -79,7 +79,7 @@ class _Way:
         self.is_empty = not (first.transforms or last.transforms)
 
     def place(self, shapes: Shapes) -> None:
-        """Set the shapes of the tensors in the vectors that are sent from now on.
+        """Tell the transforms the shapes of the tensors that are concatenated in the sent vectors.
 
         Args:
             shapes: shapes in order, see `Space.shapes`.
@@ -88,25 +88,25 @@ class _Way:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the transforms, in order, as in the message's header."""
+        """Names of the transforms, in the order in which the message's header lists them."""
         return self._first.names + self._last.names
 
     def num_sent(self, size: int) -> int:
-        """Number of values in the payload of ``size`` numbers."""
+        """Return how many values are sent for a vector of ``size`` numbers."""
         return self._last.sent_size(self._first.sent_size(size))
 
     def _arrived(self, payload: Payload, like: Tensor, seed: int) -> Tensor:
-        """Vector that the receiver reads from a payload, with shape and dtype of ``like``."""
+        """Decode a payload as the receiver does, into a vector with the shape and dtype of ``like``."""
         payload = self._last.on_server(payload, seed, self._first.sent_size(len(like)))
         arrived = self._first.on_server(payload, seed, len(like)).to_dense()
         return arrived if self.is_empty else arrived.to(like.dtype)
 
 
 class UpdatePath(_Way):
-    """Upload of updates through transforms.
+    """Upload: compresses a client's update by transforms, and decodes it as the server does.
 
     Args:
-        steps: steps in the order in which a client applies them; `ErrorFeedback` must be the last.
+        steps: transforms in the order in which a client applies them; an `ErrorFeedback` must be the last.
         seed: seed of the run.
 
     Raises:
@@ -128,8 +128,8 @@ class UpdatePath(_Way):
         feedbacks = [step for step in steps if isinstance(step, ErrorFeedback)]
         if feedbacks and steps[-1] is not feedbacks[0]:
             raise ConfigurationError(
-                "federation.updates: ErrorFeedback must come last, and once: it does not see the errors "
-                "of transforms that follow it. Put those transforms inside it"
+                "federation.updates: one ErrorFeedback is allowed, as the last entry, because it does not see the "
+                "errors of transforms that follow it: put those transforms inside it"
             )
         before = Chain(tuple(step for step in steps if isinstance(step, Transform)))
         super().__init__(seed, before, Chain(feedbacks[0].parts if feedbacks else ()))
@@ -137,7 +137,7 @@ class UpdatePath(_Way):
         _check_order(steps)
 
     def send(self, update: ClientUpdate, round_index: int, memory: Tensor | None) -> Arrival:
-        """Return the update as it arrives at the server.
+        """Compress an update, and return it as the server decodes it, with its length in bytes and its error.
 
         Coordinates that a client's own mask freezes are not sent.
 
@@ -172,7 +172,7 @@ class UpdatePath(_Way):
         )
 
     def opened(self, payload: Payload, *, round_index: int, client_id: int, like: Tensor) -> Tensor:
-        """Return the delta that the server reads from a payload, bit-identical to `send`.
+        """Decode a payload into the delta that the server reads, bit-identical to that of `send`.
 
         Args:
             payload: payload from the client.
@@ -186,7 +186,7 @@ class UpdatePath(_Way):
         return derive_seed(self._seed, "update", round_index, client_id)
 
     def typical_bytes(self, like: Tensor, num_buffers: int = 0) -> int:
-        """Return the approximate length in bytes of a client's message without metrics.
+        """Return the approximate length in bytes of a client's compressed update message, without metrics.
 
         Args:
             like: a tensor with the delta's shape (k,), dtype and device; its values are random draws.
@@ -201,7 +201,7 @@ class UpdatePath(_Way):
 
 
 def _check_order(steps: Sequence[UpdateStep]) -> None:
-    """Compress a small update; raise ConfigurationError if a transform cannot follow another."""
+    """Raise ConfigurationError if a transform cannot follow another, found by compressing a small vector."""
     chain = Chain(tuple(part for step in steps for part in step.parts))
     try:
         chain.with_shapes(((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
@@ -216,7 +216,7 @@ def _relative_error(arrived: Tensor, sent: Tensor) -> Tensor:
 
 
 class SentModel(NamedTuple):
-    """The global model as the clients of a round receive it."""
+    """The global model as the clients of a round decode it, with the message's length in bytes."""
 
     params: Tensor  # parameters that clients read, shape (k,)
     num_bytes: int  # length of the message to one client
@@ -224,7 +224,7 @@ class SentModel(NamedTuple):
 
 
 class Broadcast(_Way):
-    """Download of global models through transforms; all clients of a round get the same model.
+    """Download: compresses the global model by transforms; all clients of a round decode the same model.
 
     Args:
         steps: quantisers, like `QSGD` or `Affine`, in the order in which the server applies them.
@@ -252,7 +252,7 @@ class Broadcast(_Way):
         self._known = None
 
     def send(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:
-        """Return the global model of a round as it arrives at the clients.
+        """Compress the global model of a round, and return it as the clients decode it.
 
         Args:
             params: the server's parameters, constant during the round, shape (k,).
@@ -283,7 +283,7 @@ class Broadcast(_Way):
         return SentModel(arrived, encoded_size(message), payload)
 
     def opened(self, payload: Payload, round_index: int, like: Tensor) -> Tensor:
-        """Return the parameters that clients read from a payload, bit-identical to `send`.
+        """Decode a payload into the parameters that clients read, bit-identical to those of `send`.
 
         Args:
             payload: payload from the server.
@@ -296,12 +296,12 @@ class Broadcast(_Way):
 def _refuse_what_leaves_out(step: Transform) -> None:
     if step.approximates:
         raise ConfigurationError(
-            f"federation.download: {step.name} approximates, and a model has no memory that makes up "
-            "for it: use quantisers like QSGD or Affine, and keep it for federation.updates"
+            f"federation.download: {step.name} loses more than the rounding of each number, and there is no "
+            "error feedback for models: use a quantiser, like QSGD or Affine"
         )
     payload = step.with_shapes(((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
     if isinstance(payload, Sparse) or payload.size != 64:
         raise ConfigurationError(
-            f"federation.download: {step.name} leaves numbers out, and clients would take them for "
-            "0: use quantisers like QSGD or Affine, and keep it for federation.updates"
+            f"federation.download: {step.name} leaves numbers out, which clients would read as 0: use a "
+            "quantiser, like QSGD or Affine"
         )

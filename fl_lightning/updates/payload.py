@@ -1,4 +1,4 @@
-"""Payloads: a vector in the form between two transforms, and its encoding in a message.
+"""Payloads: the forms of a vector between two transforms, and their encoding in a message.
 
     Dense       x_i                           the numbers themselves, in their dtype
     Quantised   x_i = o_b + s_b c_i           integers c_i of 1 to 8 bits, a scale (and offset) per block
@@ -15,8 +15,8 @@ In a message a payload is up to three tensors and some fields. For the payload `
     Sparse      params.gaps (a Rice code,     low_bits (of the Rice code), size, and the fields of
                 see `coding`), and values     the values
 
-Every size is checked before it is used, so no more memory is allocated than the bytes at hand or the
-expected number of coordinates justify. A payload has exactly one encoding.
+Every size is checked before memory is allocated, so a payload needs no more memory than its bytes or the
+expected number of coordinates. A payload has exactly one encoding.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from fl_lightning.updates.coding import (
 Block = int | tuple[int, ...] | None
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# half of float32's range, so that no rounding of offset + scale * code leaves it
+# half of float32's range, so that offset + scale * code stays in the range after rounding
 _LARGEST = float(np.finfo(np.float32).max) / 2
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """A vector of floating-point numbers.
+    """An uncompressed vector of floating-point numbers.
 
     Args:
         values: numbers of dtype float64, float32, float16 or bfloat16, shape (n,).
@@ -91,7 +91,7 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Quantised:
-    """Integers of a few bits, with a scale for each block of neighbours.
+    """A vector rounded to integers of a few bits, with a scale for each block of neighbouring numbers.
 
     Args:
         codes: integers, shape (n,): without offsets int8, from -2^(bits-1) to 2^(bits-1) - 1; with
@@ -149,7 +149,7 @@ class Quantised:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks."""
+        """Number of blocks, each with a scale of its own."""
         return num_blocks(self.size, self.block)
 
     def to_dense(self) -> Tensor:
@@ -205,14 +205,14 @@ Payload = Dense | Quantised | Sparse
 
 
 def num_blocks(size: int, block: Block) -> int:
-    """Number of blocks of ``size`` numbers; 0 for no number."""
+    """Return the number of blocks into which ``size`` numbers are divided; 0 if ``size`` is 0."""
     if isinstance(block, tuple):
         return len(block)
     return -(-size // (block or max(size, 1)))
 
 
 def per_member(per_block: Tensor, size: int, block: Block) -> Tensor:
-    """Repeat each block's number for all its members; for one block the tensor is returned unchanged."""
+    """Repeat each block's value for all numbers in the block, shape (size,); a single value is not repeated."""
     if isinstance(block, tuple):
         sizes = torch.tensor(block, dtype=torch.int64, device=per_block.device)
         return per_block.repeat_interleave(sizes)
@@ -225,11 +225,11 @@ Fields = dict[str, Any]
 
 
 def content_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Tensor]]:
-    """Return a payload's fields and tensors in a container.
+    """Encode a payload as JSON fields and tensors of a message.
 
     Args:
         name: name of the payload in the container.
-        payload: payload to encode; values without storage (``meta``) are not checked.
+        payload: payload to encode; values on the meta device are not checked.
 
     Raises:
         MessageError: for numbers that are not finite, codes that do not fit into their bits, scales
@@ -238,7 +238,9 @@ def content_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Tensor]]:
     if isinstance(payload, Dense):
         values = payload.values
         if not (values.is_meta or bool(torch.isfinite(values).all())):
-            raise MessageError("values must be finite to be sent: leave this client out")
+            raise MessageError(
+                "values to send must be finite, got NaN or an infinite one: leave this client out"
+            )
         return {}, {name: values} if payload.size else {}
     if isinstance(payload, Quantised):
         block = list(payload.block) if isinstance(payload.block, tuple) else payload.block
@@ -253,7 +255,7 @@ def content_of(name: str, payload: Payload) -> tuple[Fields, dict[str, Tensor]]:
 
 
 def read_payload(name: str, fields: Any, tensors: Mapping[str, Tensor], size: int) -> Payload:
-    """Return a payload of ``size`` numbers from a container.
+    """Decode a payload of ``size`` numbers from fields and tensors of a message.
 
     Args:
         name: name of the payload in the container.
@@ -262,7 +264,8 @@ def read_payload(name: str, fields: Any, tensors: Mapping[str, Tensor], size: in
         size: expected number of values.
 
     Raises:
-        MessageError: if the payload cannot be read. The caller encodes the result again and compares.
+        MessageError: if the payload cannot be read. To refuse other encodings of the same payload, the
+            caller must encode the result again and compare.
     """
     try:
         return _read(name, fields or {}, tensors, size)
@@ -311,7 +314,7 @@ def _read_values(name: str, fields: Any, tensors: Mapping[str, Tensor]) -> Dense
 
 def _read_gaps(gaps: Bytes, low_bits: int, count: int, size: int) -> Tensor:
     unary_size = len(gaps) - low_size(count, low_bits)
-    # each quotient is a one and zeros, no more zeros than the gaps have room for
+    # a quotient is a one after zeros; there are at most size >> low_bits zeros in all
     if count > size or not 0 <= unary_size <= (count + (size >> low_bits) + 7) // 8:
         raise MessageError(f"{len(gaps)} bytes are too few or too many for {count} indices")
     indices = read_indices(gaps[:unary_size], gaps[unary_size:], count, low_bits)
@@ -321,7 +324,7 @@ def _read_gaps(gaps: Bytes, low_bits: int, count: int, size: int) -> Tensor:
 
 
 def vector_in(tensors: Mapping[str, Tensor], name: str, *dtypes: torch.dtype) -> Tensor:
-    """Extract a vector from a container's tensors; raise if its dtype is not one of the allowed ones.
+    """Return a vector by its name from a message's tensors; its dtype must be one of ``dtypes``.
 
     Raises:
         MessageError: if the tensor is missing, no vector, or of another dtype.
@@ -349,7 +352,7 @@ def _bad_scales(scales: Tensor, offsets: Tensor | None, bits: int) -> str | None
     if offsets is not None:
         largest = largest + offsets.double().abs()
     if not bool((largest <= _LARGEST).all()):
-        return f"scales and offsets must not make numbers beyond {_LARGEST:.1e}"
+        return f"scales and offsets must not encode numbers beyond {_LARGEST:.1e}"
     return None
 
 

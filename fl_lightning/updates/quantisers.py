@@ -65,7 +65,7 @@ _PIECE = 1 << 15
 
 
 class InBlocks(Transform):
-    """Base of transforms that round numbers block by block; subclasses are dataclasses.
+    """Base of quantisers, which round numbers in blocks with a scale each; subclasses are dataclasses.
 
     Attributes:
         block: number of neighbours that share a scale; ``tensor`` for each tensor, None for one block.
@@ -79,40 +79,40 @@ class InBlocks(Transform):
         is_wrong = block < 1 if isinstance(block, int) else isinstance(block, str)
         if is_wrong and block != "tensor":
             raise ConfigurationError(
-                f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
+                f"{type(self).__name__}: block must be a number of entries, at least 1, or 'tensor' (a block per tensor), or null (the whole update is one block), got {block!r}"
             )
 
     @property
     def needs_shapes(self) -> bool:
-        """True if blocks are tensors whose shapes are not set yet."""
+        """True if each tensor is a block of its own, and the tensors' shapes are not set yet."""
         return self.block == "tensor"
 
     def with_shapes(self, shapes: Shapes) -> Self:
-        """Return the transform with one block for each tensor of these shapes."""
+        """Return a copy whose blocks are the tensors of these shapes."""
         sizes = tuple(size for size in map(math.prod, shapes) if size)
         return replace(self, block=sizes) if self.needs_shapes else self  # type: ignore[type-var]
 
 
 def block_name(block: BlockOption) -> str:
-    """Return the part of a transform's name that describes its blocks."""
+    """Return the words about blocks in a quantiser's name, e.g. ``, blocks of 128``; empty for one block."""
     if block is None:
         return ""
     return f", blocks of {block}" if isinstance(block, int) else ", a block a tensor"
 
 
 def known_block(block: BlockOption, size: int) -> Block:
-    """Return the number of elements in each block of ``size`` numbers; raise if the shapes of tensors are not set yet.
+    """Check that the option ``block`` can divide ``size`` numbers into blocks, and return it.
 
     Raises:
         ValueError: if blocks are tensors whose shapes are not set, or have another total size.
     """
     if block == "tensor":
         raise ValueError(
-            "block is 'tensor', and the tensors' shapes are not known: use a fixed block"
+            "block is 'tensor', but the shapes of the tensors are not known: set block to a number"
         )
     if isinstance(block, tuple) and sum(block) != size:
         raise ValueError(
-            f"blocks of whole tensors have {sum(block)} numbers, got {size}: use a block of fixed size "
+            f"block is 'tensor', and the tensors have {sum(block)} numbers, got {size}: set block to a number "
             "after a transform that drops numbers"
         )
     return block
@@ -121,7 +121,7 @@ def known_block(block: BlockOption, size: int) -> Block:
 def over_blocks(
     values: Tensor, block: Block, measure: Callable[[Tensor], Tensor], pad: float | Tensor = 0.0
 ) -> Tensor:
-    """Apply a function to each block of values; returns shape (number of blocks, …).
+    """Apply a function to each block of numbers; return its results, shape (number of blocks, …).
 
     Args:
         values: numbers, shape (n,).
@@ -145,7 +145,7 @@ def over_blocks(
 def in_pieces(
     values: Tensor, dtype: torch.dtype, code: Callable[..., Tensor], *of_members: Tensor
 ) -> Tensor:
-    """Apply a function to the numbers piece by piece, to limit memory; returns codes of shape (n,).
+    """Quantise numbers by a function, piece by piece to limit memory; return codes of shape (n,).
 
     Args:
         values: numbers, shape (n,).
@@ -184,7 +184,7 @@ class Cast(Transform):
 
     @property
     def name(self) -> str:
-        """Name and options, as in the message's header."""
+        """Name of the transform with its options, as in the message's header."""
         return self.dtype
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -197,13 +197,15 @@ class Cast(Transform):
             values = self.on_client(payload.values, seed)
             assert isinstance(values, Dense)
             return replace(payload, values=values)
-        raise ValueError(f"{self.name}: the numbers are quantised already, quantise once")
+        raise ValueError(
+            f"{self.name}: an earlier transform has quantised the numbers already: use one quantiser"
+        )
 
 
 @final
 @dataclass(frozen=True)
 class Affine(InBlocks):
-    """Rounds to the nearest of 2^bits levels. Biased: use it with `ErrorFeedback`.
+    """Rounds numbers to the nearest of 2^bits levels. Biased: use it with `ErrorFeedback`.
 
     Args:
         bits: bits of a number, from 1 to 8.
@@ -226,11 +228,11 @@ class Affine(InBlocks):
 
     @property
     def name(self) -> str:
-        """Name and options, as in the message's header."""
+        """Name of the transform with its options, as in the message's header."""
         return f"affine {self.bits} bits{block_name(self.block)}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Round the numbers to levels."""
+        """Round a payload's numbers to the nearest levels."""
         return with_values(payload, self._quantised, self.name)
 
     def _quantised(self, values: Tensor) -> Quantised:
@@ -250,7 +252,7 @@ class Affine(InBlocks):
 
 
 def _range(rows: Tensor) -> Tensor:
-    """Return the smallest and the largest number of each row, shape (rows, 2)."""
+    """Return the smallest and the largest number of each block (a row), shape (rows, 2)."""
     if len(rows) == 1:  # torch vectorises `aminmax` only without an axis
         return torch.stack(rows.aminmax()).unsqueeze(0)
     return torch.stack(rows.aminmax(dim=1), 1)
@@ -259,7 +261,7 @@ def _range(rows: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class QSGD(InBlocks):
-    """Rounds at random to one of 2^bits - 1 levels (of 2, for one bit).
+    """Rounds numbers stochastically to 2^bits - 1 levels (to 2, for one bit).
 
     Args:
         bits: bits of a number, from 1 to 8.
@@ -284,28 +286,26 @@ class QSGD(InBlocks):
 
     @property
     def name(self) -> str:
-        """Name and options, as in the message's header."""
+        """Name of the transform with its options, as in the message's header."""
         return f"qsgd {self.bits} bits, {self.norm}{block_name(self.block)}"
 
     @property
-    def diverging(self) -> QSGD | None:
-        """The transform itself if errors may be larger than the numbers, else None.
+    def remedy(self) -> str:
+        """Advice to the user if rounding errors may grow without bound under error feedback; else empty.
 
-        Errors are below a step, norm / L. So with L levels above 0 and the l2 norm of blocks of B numbers,
-        |error| ≤ √B / L |block|; with the largest magnitude, no error is larger than it if there is such a level.
+        Every number's error is below one step, norm / L, with L levels above 0. By the l2 norm the error of a
+        block of B numbers is at most √B / L times the block's norm: below 1 if B ≤ L². By the largest
+        magnitude, errors are below it if there is a level (2 bits or more).
         """
         if self.norm == "max":
-            return self if self.bits == 1 else None
-        is_small = isinstance(self.block, int) and self.block <= (2 ** (self.bits - 1) - 1) ** 2
-        return None if is_small else self
-
-    @property
-    def remedy(self) -> str:
-        """Advice to the user of a diverging transform."""
-        return "use Sign for one bit, and else norm: max"
+            converges = self.bits > 1
+        else:
+            levels = 2 ** (self.bits - 1) - 1
+            converges = isinstance(self.block, int) and self.block <= levels**2
+        return "" if converges else "use Sign for one bit, and else norm: max"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Round the numbers to levels."""
+        """Round a payload's numbers stochastically to levels."""
         return with_values(payload, lambda values: self._quantised(values, seed), self.name)
 
     def _quantised(self, values: Tensor, seed: int) -> Quantised:
@@ -331,7 +331,7 @@ def _rounded(
     limits: tuple[int, int],
     shift: float = 0.0,
 ) -> Tensor:
-    """Return values / steps + shift, rounded at random; where a step is 0 the values are 0 as well."""
+    """Return values / steps + shift, stochastically rounded to int8; values with step 0 must be 0."""
     safe = per_member(torch.where(steps > 0, steps, 1.0), values.numel(), block)
     if rounds_in_one_pass(values):
         return rounded_at_random(values, safe, seed, limits, shift)
@@ -367,7 +367,7 @@ class Sign(InBlocks):
 
     @property
     def name(self) -> str:
-        """Name and options, as in the message's header."""
+        """Name of the transform with its options, as in the message's header."""
         return f"sign{block_name(self.block)}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -386,7 +386,7 @@ class Sign(InBlocks):
 
 
 def ternary(fraction: float) -> Chain:
-    """Return sparse ternary compression: `TopK`, then signs times the kept numbers' mean magnitude.
+    """Return sparse ternary compression: top-k, then the kept numbers' signs times their mean magnitude.
 
     Args:
         fraction: fraction of numbers to keep, in (0, 1].

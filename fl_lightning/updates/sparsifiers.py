@@ -75,7 +75,7 @@ class TopK(Transform):
 
     @property
     def name(self) -> str:
-        """Name and options, as in the message's header."""
+        """Name of the transform with its options, as in the message's header."""
         return f"top-k {self.fraction:g}"
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -101,7 +101,7 @@ class TopK(Transform):
 
 
 _AS_OPTION = Traits(
-    needs={Trait.SINGLE_UPDATES: "draws other coordinates for every client"},
+    needs={Trait.SINGLE_UPDATES: "sends different coordinates for every client"},
     instead={Trait.SINGLE_UPDATES: "give it to the aggregator, as random_k of SecureMean"},
 )
 
@@ -109,7 +109,7 @@ _AS_OPTION = Traits(
 @final
 @dataclass(frozen=True)
 class RandomK(Transform):
-    """Keeps the numbers at random indices.
+    """Keeps numbers at random indices.
 
     Args:
         fraction: fraction of numbers to keep, in (0, 1], at least one number; 1 changes nothing.
@@ -135,30 +135,25 @@ class RandomK(Transform):
 
     @property
     def name(self) -> str:
-        """Name and options, as in the message's header."""
+        """Name of the transform with its options, as in the message's header."""
         return f"random-k {self.fraction:g}{'' if self.unbiased else ' unscaled'}"
 
     @property
-    def diverging(self) -> RandomK | None:
-        """The transform itself if it scales the kept numbers, else None."""
-        return self if self.unbiased and self.fraction < 1 else None
-
-    @property
     def remedy(self) -> str:
-        """Advice to the user of a diverging transform."""
-        return "set unbiased: false"
+        """Advice to the user if kept numbers are scaled up, so that errors grow under error feedback; else empty."""
+        return "set unbiased: false" if self.unbiased and self.fraction < 1 else ""
 
     @property
     def traits(self) -> Traits:
-        """Traits of a transform; a secure sum can draw the same coordinates for all clients."""
+        """Conditions on a round that random-k needs or breaks; secure sums let clients share its indices."""
         return super().traits | _AS_OPTION
 
     def sent_size(self, size: int) -> int:
-        """Number of values that are sent."""
+        """Return how many of ``size`` numbers are kept and sent."""
         return num_kept(size, self.fraction)
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Keep the numbers at random indices, and scale them if unbiased."""
+        """Keep the numbers at random indices, scaled up to an unbiased estimate if the option ``unbiased`` is set."""
         if self.fraction == 1:
             return payload
         values = only_dense(payload, self.name)
@@ -166,14 +161,14 @@ class RandomK(Transform):
         return Dense(kept * (values.numel() / max(1, len(kept))) if self.unbiased else kept)
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Restore the indices of the numbers."""
+        """Put the kept numbers back at their indices in a vector of zeros."""
         if self.fraction == 1:
             return payload
         values = payload.to_dense()
         return Sparse(self._indices(seed, size).to(values.device), Dense(values), size)
 
     def _indices(self, seed: int, size: int) -> Tensor:
-        """Return the increasing indices of the smallest of ``size`` random keys.
+        """Return increasing random indices, without replacement: those of the smallest of ``size`` random keys.
 
         NumPy guarantees the raw integers of PCG64 in every version, but not its choices and permutations;
         neither does PyTorch.
@@ -199,7 +194,7 @@ class PowerSGD(Transform):
     Args:
         rank: rank r of each matrix, ≥ 1; matrices for which the factors save nothing are sent unchanged.
         iterations: number of power iterations, ≥ 1.
-        shapes: shapes of the tensors in a vector; a federation sets those of its model.
+        shapes: shapes of the tensors in a vector; None in a federation, which sets its model's shapes.
 
     Raises:
         ConfigurationError: if ``rank`` or ``iterations`` is below 1.
@@ -225,15 +220,15 @@ class PowerSGD(Transform):
 
     @property
     def name(self) -> str:
-        """Name in the message's header; iterations are not part of it."""
+        """Name of the transform as in the message's header, without the number of iterations."""
         return f"low rank {self.rank}"
 
     def with_shapes(self, shapes: Shapes) -> PowerSGD:
-        """Return the transform for vectors that are the concatenation of tensors of these shapes."""
+        """Return a copy for vectors in which tensors of these shapes are concatenated."""
         return replace(self, shapes=shapes)
 
     def sent_size(self, size: int) -> int:
-        """Number of values that are sent."""
+        """Return how many values are sent: those of the factors and of tensors without factors."""
         return sum(part.num_sent for part in self._parts_of(size))
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
@@ -287,7 +282,7 @@ class PowerSGD(Transform):
 def low_rank_factors(
     matrix: Tensor, rank: int, iterations: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return P and R, whose product P Rᵀ is close to the best approximation of rank r.
+    """Return P and R, whose product P Rᵀ is close to a matrix's best approximation of rank r.
 
     Args:
         matrix: M, shape (m, n).
@@ -312,7 +307,7 @@ def low_rank_factors(
 
 
 def _times_transposed(matrix: Tensor, left: Tensor) -> Tensor:
-    """Return Mᵀ P, computed as (Pᵀ M)ᵀ, which is several times faster: it reads M along the rows."""
+    """Return Mᵀ P as (Pᵀ M)ᵀ, which reads M along its rows and is several times faster."""
     return (left.T @ matrix).T
 
 
@@ -323,7 +318,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor as a matrix; rank 0 if it is sent unchanged."""
+    """A tensor of the update, viewed as a matrix; rank 0 if it is sent unfactorised."""
 
     rows: int
     columns: int

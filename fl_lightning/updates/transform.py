@@ -33,10 +33,10 @@ Shapes = tuple[tuple[int, ...], ...]
 
 _OF_STEPS = Traits(
     needs={
-        Trait.SINGLE_UPDATES: "makes something of each update that does not add up (coordinates chosen by "
-        "value, other levels for every client)"
+        Trait.SINGLE_UPDATES: "compresses each update in its own way, so that only decoded updates can be "
+        "summed (coordinates chosen by value, different levels for every client)"
     },
-    breaks={Trait.UNCHANGED_UPDATES: "changes them after that"},
+    breaks={Trait.UNCHANGED_UPDATES: "changes updates afterwards"},
     instead={
         Trait.SINGLE_UPDATES: "leave it out (SecureMean has options of its own: random_k, levels, bits)",
         Trait.UNCHANGED_UPDATES: "leave updates out, or use CentralDP",
@@ -49,7 +49,7 @@ _OF_TENSORS = Traits(
 
 
 class UpdateStep(Ranged, ABC):
-    """Base of the transforms in a federation's `updates`."""
+    """Base of compressions and of error feedback, the entries of a federation's option `updates`."""
 
     # jsonargparse finds types of dataclasses only where `ClassVar`, used in bases, is a name of this module
     ranges: ClassVar[dict[str, str]] = {}
@@ -57,17 +57,17 @@ class UpdateStep(Ranged, ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Transform, ...]:
-        """Transforms that a client applies, in order."""
+        """Compressions that a client applies to its update, in order."""
 
     @property
     def traits(self) -> Traits:
-        """Traits of the step."""
+        """Conditions on a round that the compression needs or breaks, to detect conflicting options."""
         is_of_tensors = any(part.needs_shapes for part in self.parts)
         return _OF_TENSORS | _OF_STEPS if is_of_tensors else _OF_STEPS
 
 
 class Transform(UpdateStep):
-    """A compression without state; subclasses are frozen dataclasses.
+    """A compression of updates that keeps no state; subclasses are frozen dataclasses.
 
     Attributes:
         name: name and options, e.g. ``"top-k 0.1"``, as sent in the message's header.
@@ -88,45 +88,40 @@ class Transform(UpdateStep):
 
     @property
     def name(self) -> str:
-        """Name and options, as in the message's header."""
+        """Name of the transform with its options, as in the message's header."""
         return type(self).__name__
 
     @property
     def parts(self) -> tuple[Transform, ...]:
-        """A tuple of the transform itself."""
+        """The transform itself, as a tuple of length 1."""
         return (self,)
 
     @property
     def needs_shapes(self) -> bool:
-        """True if the transform works on whole tensors and needs their shapes, see `with_shapes`."""
+        """True if the transform handles each tensor separately, and so needs the tensors' shapes."""
         return False
 
     def with_shapes(self, shapes: Shapes) -> Self:
-        """Return the transform for vectors that are the concatenation of tensors of these shapes."""
+        """Return a copy for vectors in which tensors of these shapes are concatenated."""
         return self
 
     @property
-    def diverging(self) -> Transform | None:
-        """The transform whose errors grow without bound under error feedback, or None."""
-        return None
-
-    @property
     def remedy(self) -> str:
-        """Advice to the user of a diverging transform."""
+        """Advice to the user if compression errors grow without bound under error feedback; else empty."""
         return ""
 
     @property
     def approximates(self) -> bool:
-        """True if the transform loses more than the rounding of each number."""
+        """True if the transform loses more than the rounding of each number, e.g. drops numbers."""
         return False
 
     def sent_size(self, size: int) -> int:
-        """Number of values in the transformed payload of ``size`` numbers."""
+        """Return how many values the transform sends for ``size`` numbers."""
         return size
 
     @abstractmethod
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Return the transformed payload, which the client sends.
+        """Compress a payload on the client.
 
         Args:
             payload: payload of an update.
@@ -134,7 +129,7 @@ class Transform(UpdateStep):
         """
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Return the payload before the transform, of ``size`` numbers; by default the same payload.
+        """Decompress a payload on the server, to ``size`` numbers; by default it is unchanged.
 
         Except in `PowerSGD` the result is linear in the values: if all clients have the same seed, it may
         be computed once from their sum.
@@ -145,7 +140,7 @@ class Transform(UpdateStep):
 @final
 @dataclass(frozen=True)
 class Chain(Transform):
-    """Several transforms in sequence; without transforms it is the identity.
+    """Several transforms applied one after the other; an empty chain changes nothing.
 
     Args:
         transforms: transforms in the order in which the client applies them.
@@ -180,31 +175,31 @@ class Chain(Transform):
         return any(step.needs_shapes for step in self.transforms)
 
     def with_shapes(self, shapes: Shapes) -> Chain:
-        """Return the chain for vectors that are the concatenation of tensors of these shapes."""
+        """Return a copy for vectors in which tensors of these shapes are concatenated."""
         return Chain(tuple(step.with_shapes(shapes) for step in self.transforms))
 
     @property
-    def diverging(self) -> Transform | None:
-        """The first diverging transform, or None."""
-        return next((step.diverging for step in self.transforms if step.diverging), None)
+    def remedy(self) -> str:
+        """Advice of the first transform whose errors grow without bound under error feedback; else empty."""
+        return next((step.remedy for step in self.transforms if step.remedy), "")
 
     @property
     def approximates(self) -> bool:
-        """True if one of the transforms approximates."""
+        """True if one of the transforms loses more than the rounding of each number, e.g. drops numbers."""
         return any(step.approximates for step in self.transforms)
 
     def sent_size(self, size: int) -> int:
-        """Number of values in the transformed payload of ``size`` numbers."""
+        """Return how many values the chain sends for ``size`` numbers."""
         return self._sizes(size)[-1]
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
-        """Apply all transforms in order."""
+        """Compress a payload on the client by all transforms in order."""
         for place, step in enumerate(self.transforms):
             payload = step.on_client(payload, _seed_of(step, seed, place))
         return payload
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Invert all transforms in reverse order."""
+        """Decompress a payload on the server by all transforms in reverse order."""
         sizes = self._sizes(size)
         for place, step in reversed(list(enumerate(self.transforms))):
             payload = step.on_server(payload, _seed_of(step, seed, place), size=sizes[place])
@@ -224,7 +219,7 @@ def _seed_of(step: Transform, seed: int, place: int) -> int:
 def with_memory(
     chain: Chain, update: Tensor, memory: Tensor | None, seed: int
 ) -> tuple[Payload, Tensor]:
-    """Compress an update with error feedback; returns the payload and the client's new memory.
+    """Compress an update plus the client's memory (error feedback); return the payload and the new memory.
 
     Args:
         chain: transforms that compress.
@@ -257,36 +252,40 @@ def with_memory(
 
 
 def num_kept(size: int, fraction: float) -> int:
-    """Number of values to keep of ``size``: rounded, at least one."""
+    """Return how many of ``size`` numbers a sparsifier keeps: fraction · size, rounded, at least 1."""
     return min(size, max(1, round(fraction * size)))
 
 
 def only_dense(payload: Payload, name: str) -> Tensor:
-    """Return the numbers of a dense payload; raise ValueError if they were selected or rounded before."""
+    """Return the numbers of an uncompressed payload; raise ValueError for one that was compressed before."""
     if isinstance(payload, Dense) and not payload.is_half:
         return payload.to_dense()
-    raise ValueError(f"{name} chooses among all numbers: put it before every other compression")
+    raise ValueError(
+        f"{name} must get all numbers unrounded: put it before every other compression"
+    )
 
 
 def with_values(
     payload: Payload, quantise: Callable[[Tensor], Quantised], name: str
 ) -> Quantised | Sparse:
-    """Return the payload with its values quantised; raise ValueError if they are quantised already."""
+    """Quantise a payload's values, and keep any indices; raise ValueError if they are quantised already."""
     if isinstance(payload, Dense) and not payload.is_half:
         return quantise(payload.to_dense().float())
     if isinstance(payload, Sparse) and isinstance(payload.values, Dense) and not payload.is_half:
         return replace(payload, values=quantise(payload.values.to_dense().float()))
-    raise ValueError(f"{name}: the numbers are quantised already, quantise once")
+    raise ValueError(
+        f"{name}: an earlier transform has quantised the numbers already: use one quantiser"
+    )
 
 
 _MEMORIES = Traits(
     breaks={
-        Trait.PRIVATE_CLIENTS: "has clients remember what their examples add up to over rounds, which no "
-        "noise covers"
+        Trait.PRIVATE_CLIENTS: "stores sums over a client's examples from round to round, which no noise "
+        "covers"
     },
     instead={
-        Trait.PRIVATE_CLIENTS: "if these memories stay with the clients, set its under_privacy to true, else "
-        "use QSGD or RandomK, which need none"
+        Trait.PRIVATE_CLIENTS: "if these sums stay with the clients, set its under_privacy to true, else use "
+        "QSGD or RandomK without ErrorFeedback"
     },
 )
 
@@ -294,19 +293,19 @@ _MEMORIES = Traits(
 @final
 @dataclass(frozen=True)
 class ErrorFeedback(UpdateStep):
-    """Error feedback: a client adds the compression error of its last update to the next one.
+    """Error feedback: a client adds the compression error of its last update to its next update.
 
-    The error (the residual) stays in the client's `ClientMemory` from round to round.
+    The error (the residual) is stored in `ClientMemory` from round to round.
 
     Args:
         transforms: transforms that compress, in the order in which the client applies them.
         under_privacy: allow it with `federation.privacy`. Sent updates are clipped and accounted for as
-            without it; memories are functions of the clients' data without noise, which must stay with
-            the clients, and which checkpoints of a simulation contain.
+            without it. The residuals depend on the clients' data and have no noise: they must stay with
+            the clients, and checkpoints of a simulation contain them.
 
     Raises:
         ConfigurationError: for a `RandomK` that scales, and a `QSGD` of one bit or by the l2 norm of large
-            blocks. Their error may be larger than the update, so that the memory would grow without bound.
+            blocks. Their error may be larger than the update, so that residuals would grow without bound.
     """
 
     transforms: Sequence[Transform]
@@ -316,20 +315,22 @@ class ErrorFeedback(UpdateStep):
         super().__post_init__()
         if not self.transforms:
             raise ConfigurationError(
-                "ErrorFeedback: transforms must hold at least one, got []: without a transform there is no error"
+                "ErrorFeedback: transforms must be a list of one transform or more, got []: without any there is "
+                "no error"
             )
-        if diverging := Chain(self.parts).diverging:
-            raise ConfigurationError(
-                f"error feedback around {diverging.name} diverges, because the error can be larger than the "
-                f"update: {diverging.remedy}"
-            )
+        for part in self.parts:
+            if part.remedy:
+                raise ConfigurationError(
+                    f"ErrorFeedback: error feedback around {part.name} diverges, because the error can be larger "
+                    f"than the update: {part.remedy}"
+                )
 
     @property
     def parts(self) -> tuple[Transform, ...]:
-        """The transforms inside."""
+        """Transforms whose errors the client adds to its next update."""
         return tuple(self.transforms)
 
     @property
     def traits(self) -> Traits:
-        """Traits; memories break client-level privacy unless ``under_privacy`` is set."""
+        """Conditions on a round that error feedback needs or breaks, e.g. client-level privacy."""
         return super().traits if self.under_privacy else super().traits | _MEMORIES

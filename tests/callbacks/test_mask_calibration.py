@@ -483,7 +483,7 @@ class Forward(Refused):
 OPTIONS = {
     "give density": {"density": None},
     "contradict": {"sparsity": 0.5},
-    "finds its mask once": {"per_client": True, "every_n_rounds": 1},
+    "calibrates its mask once": {"per_client": True, "every_n_rounds": 1},
     "head must be one of 'train', 'freeze' or a HeadFit": {"head": "fit"},
     "give density, ": {"mask_file": "m", "every_n_rounds": 2, "density": None},
 }

@@ -91,7 +91,7 @@ MISTAKES = {
     "model.init_args.in_chans=3": "in_chans is 3, and the images have 1 channels",
     "model.init_args.image_size=16": "image_size is 16, and the images are 8 x 8",
     "federation.updates=[fl_lightning.updates.QSGD, fl_lightning.updates.PowerSGD]": (
-        "federation.updates: low rank 2 chooses among all numbers: put it before"
+        "federation.updates: low rank 2 must get all numbers unrounded: put it before"
     ),
 }
 

@@ -61,7 +61,7 @@ def test_the_next_command_can_be_pasted_into_a_shell(capsys):
         (["search", "--space", "nas_bench_202"], "Did you mean 'nas_bench_201'"),
         (["search", *SMALL, "--strategy", "evolutoin"], "strategy must be one of 'random'"),
         (["search", *SMALL, "--score", "synfolw"], "score must be one of synflow"),
-        (["search", *SMALL, "--constraint", "flop<=1"], "constraint 'flop<=1': expected a cost"),
+        (["search", *SMALL, "--constraint", "flop<=1"], "constraint 'flop<=1' must be a cost"),
         (["search", *SMALL, "--constraint", "flops<=1"], "the closest has flops"),
         (["search", *SMALL, "--latency", "no.json"], "no.json cannot be read"),
         (["search", *SMALL, "--front", "joules"], "front must be one of the costs"),
@@ -85,7 +85,7 @@ def test_the_next_command_can_be_pasted_into_a_shell(capsys):
             ["latency", *SPACE, "--out", "/proc/x.json"],
             "out: /proc/x.json cannot be written",
         ),
-        (["search", "--space", "small_vit", "--cells", "2"], "small_vit is not a space of cells"),
+        (["search", "--space", "small_vit", "--cells", "2"], "is not a space of cells"),
         (["latency", *SPACE, "--out", "no/x.json"], "there is no folder no"),
         (
             ["latency", *SPACE, "--out", "x.json", "--device", "quantum"],

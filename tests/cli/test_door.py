@@ -243,7 +243,7 @@ def test_a_short_name_for_an_option_of_somebody_elses_is_none_of_ours(capsys, mo
         FederatedCLI(ImageClassifier, run=False, args=words)
     said = " ".join(capsys.readouterr().err.split())
     assert "data.init_args.partition must be a LightningDataModule" in said
-    assert ("the class that OwnData takes" in said, "Did you mean" in said) == (True, False)
+    assert ("a class that OwnData accepts" in said, "Did you mean" in said) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,14 @@ class TestRefuses:
     @pytest.mark.parametrize(
         ("sampler", "message"),
         [
-            (WeightedRandomSampler(WEIGHTS, 1000), "draws 1000 of 40 .*federation.local_steps"),
-            (RandomSampler(SET, num_samples=10), "draws 10 of 40 .*federation.local_steps"),
+            (
+                WeightedRandomSampler(WEIGHTS, 1000),
+                "num_samples=1000 for 40 examples.*federation.local_steps",
+            ),
+            (
+                RandomSampler(SET, num_samples=10),
+                "num_samples=10 for 40 examples.*federation.local_steps",
+            ),
             (WeightedRandomSampler([1.0] * 41, 41), "has 41 weights for 40 examples"),
             ([3, -1], "draws example -1, but the data set"),
             ([3, 40], "draws example 40, but the data set"),

@@ -89,7 +89,7 @@ def test_a_failed_run_is_named_and_alone_run_again_from_where_it_was(capsys):
         ((), {"varants": {"a": None}}, "varants"),
         ((), {"configs": ["nowhere.yaml"]}, "nowhere.yaml"),
         (("--workers", "0"), {}, "workers"),
-        (("--only", "plan"), {}, "no variant .plan.; there are .fragile., .plain."),
+        (("--only", "plan"), {}, "no variant .plan.: the variants are .fragile., .plain."),
         (("--", "--trainer.max_rounds", "1"), {}, "max_rounds"),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_step_that_fails_only_when_it_is_rehearsed_is_told():
 
     calls = Notes()
     with pytest.warns(
-        UserWarning, match="client 0's first steps, .* raised KeyError: 'no such thing'"
+        UserWarning, match="first steps of client 0 .* raised KeyError: 'no such thing'"
     ):
         fit(FailsOnce(constant=True))
 

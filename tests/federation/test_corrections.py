@@ -153,7 +153,7 @@ class TestStepsThatWereNotTaken:
             def training_step(self, batch, batch_idx):
                 self.x.data += 1.0
 
-        with pytest.raises(ConfigurationError, match=r"client 0 has 0\.0: use Mean"):
+        with pytest.raises(ConfigurationError, match=r"is 0\.0 for client 0: use Mean"):
             trajectory((2, 2), module=Jumping(), **NOVA)
 
     @pytest.mark.parametrize(("exponent", "fused"), [(10, None), (24, None), (24, True)])
@@ -540,11 +540,11 @@ class TestFedLC:
         assert torch.equal(module.train()(inputs), plain)
 
     def test_refuses_what_has_no_logits(self):
-        with pytest.raises(ConfigurationError, match=r"compute the logits with self\(inputs\)"):
+        with pytest.raises(ConfigurationError, match=r"compute the logits by self\(inputs\)"):
             run(ToyModule, correction=FedLC())
         logits, flat = torch.zeros(2, 2), torch.nn.Identity()
         calibrated = FedLC().calibrated(flat, lambda: torch.tensor([2]))
-        with pytest.raises(ConfigurationError, match="at least 3 classes"), calibrated:
+        with pytest.raises(ConfigurationError, match=r"C ≥ 3, but Identity\.forward"), calibrated:
             flat(logits)
 
 
@@ -645,7 +645,7 @@ class TestRefusals:
     def test_a_variate_that_is_a_gradient_needs_no_rate(self):
         run(WarmingUp, correction=Scaffold(option="I"))
 
-    @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
+    @pytest.mark.filterwarnings("ignore:engine. sequential, not slots:UserWarning")
     @pytest.mark.parametrize(("kind", "rule"), [(Forward, FedLC(tau=0.0)), (Seeing, Moon(mu=0.0))])
     def test_slots_are_declined_and_running_statistics_left_alone(self, kind, rule):
         make = functools.partial(kind, batch_norm=True)

@@ -125,7 +125,10 @@ def test_speeds_have_the_stated_law():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda s: Devices(speeds=s, latency=3.0, deadline=3.0), "deadline must be longer than"),
+        (
+            lambda s: Devices(speeds=s, latency=3.0, deadline=3.0),
+            "deadline must be finite and longer than",
+        ),
         (lambda s: SpeedTiers(seconds=[1.0], shares=[1, 2]), "shares needs one number"),
     ],
 )

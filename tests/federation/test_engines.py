@@ -432,7 +432,7 @@ class Lion(ToyModule):
     ],
 )
 def test_what_slots_cannot_run_is_named_and_trained_in_sequence(module, reason):
-    with pytest.warns(UserWarning, match=f"engine: sequential and not slots.*({reason})"):
+    with pytest.warns(UserWarning, match=f"engine: sequential, not slots.*({reason})"):
         assert_agree(module, rtol=0, atol=0, max_epochs=1)
 
 

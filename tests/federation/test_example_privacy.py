@@ -181,7 +181,7 @@ def test_what_follows_from_private_updates_is_allowed(options):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"correction": Scaffold(option="I")}, "Scaffold looks at a client's examples"),
+        ({"correction": Scaffold(option="I")}, "Scaffold uses a client's examples"),
         ({"engine": "slots"}, "set engine to sequential"),
         ({"speedups": ["channels_last"]}, "leave speedups out"),
         ({"cohort": BySizeCohort(size=2)}, "set federation.cohort to one of"),

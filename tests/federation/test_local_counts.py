@@ -175,7 +175,7 @@ class PlateauBySteps(ToyModule):
         (
             Warming,
             {"correction": Scaffold()},
-            "Scaffold computes .* changes it from step to step: set Scaffold's option",
+            "Scaffold .* changes it from step to step: set Scaffold's option",
         ),
         (
             Warming,

@@ -280,7 +280,7 @@ class LogsTwice(ToyModule):
         return loss
 
 
-@pytest.mark.filterwarnings("ignore:engine. sequential and not slots")
+@pytest.mark.filterwarnings("ignore:engine. sequential, not slots")
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
 def test_a_name_logged_twice_in_a_step_is_the_mean_of_both(engine):
     federation = Federation(local_epochs=1, engine=engine)

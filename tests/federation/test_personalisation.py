@@ -345,7 +345,7 @@ class TestFailures:
             (Personal(["*"]), ToyModule, {}, "every trainable parameter of ToyModule is personal"),
             (APFL(), Searching, {}, "APFL does not work with LBFGS"),
             (Ditto(1.0), Climbing, {}, "federation.personal.pull .* has maximize"),
-            (FineTuned(3), Masked, {}, "FineTuned takes its steps with a new optimizer"),
+            (FineTuned(3), Masked, {}, "FineTuned trains with a new optimizer"),
             (Personal(HEAD, own_epochs=1), ToyModule, {"speedups": ["fused_optimizer"]}, "leave speedups out"),
         ],
     )  # fmt: skip
@@ -407,4 +407,4 @@ def test_personal_models_in_files_of_a_process_that_ended_are_not_evaluated(capl
     saved = {"personal": {"names": ["bias"]}, "memory": memory}
     with caplog.at_level("INFO"):
         assert recalled_models(toy_trainer(), KINDS["FedRep"], 0, None, saved) is None
-    assert "evaluate them with ckpt_path" in caplog.text
+    assert "evaluate them from a checkpoint, with ckpt_path" in caplog.text

@@ -154,7 +154,7 @@ def test_a_stage_that_needs_a_trainer_says_so():
     stage = Personaliser(Personal(["net.4.*"]), is_corrected=False)
     clients, module = data(), toy()
     clients.setup("fit")
-    with pytest.raises(ConfigurationError, match="Personaliser reads counts of the run, "):
+    with pytest.raises(ConfigurationError, match=r"Personaliser needs one \(counts\)"):
         SimpleFederation(module, module.configure_optimizers(), clients, [stage])
 
 

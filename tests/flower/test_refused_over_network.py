@@ -96,7 +96,7 @@ REFUSED = {
     | {"trainer__callbacks": COLLAPSE},
     "set engine to auto or sequential": {"federation__engine": "slots"},
     "network run --deadline": {"federation__devices": DEVICES},
-    "SecureMean is only simulated with .* use SecureMean with protocol: run": COUNTED,
+    "SecureMean can only be simulated with .* use SecureMean with protocol: run": COUNTED,
     ".* or EncryptedMean with CKKS and fraction: 1": encrypted(fraction=0.5),
     "EncryptedMean with CKKS and fraction: 1": encrypted(paillier=built("secure.Paillier")),
     # masks and heads that would show single clients

@@ -77,10 +77,10 @@ def test_empty_lines_and_a_field_more_change_nothing(tmp_path, table):
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"missing.csv, cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"missing.csv of NAS-Bench-201 cannot be read"):
         NASBench201Table.read(tmp_path / "missing.csv")
     (tmp_path / "picture.csv").write_bytes(bytes(range(256)))
-    with pytest.raises(ConfigurationError, match=r"picture.csv, cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"picture.csv of NAS-Bench-201 cannot be read"):
         NASBench201Table.read(tmp_path / "picture.csv")
 
 

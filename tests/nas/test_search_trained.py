@@ -107,7 +107,7 @@ def test_a_search_leaves_its_results_alone_and_they_begin_with_the_weights_or_fr
         stem = trained["network.network.stem.0.weight"]
         same = torch.allclose(stem, supernet["network.stem.0.weight"], atol=1e-4)
         assert same == (name == "kept")
-    with pytest.raises(SystemExit, match="OneShot or Supernet, got ImageClassifier"):
+    with pytest.raises(SystemExit, match=r"OneShot or Supernet, .* got ImageClassifier"):
         search("fresh")  # a plain network has no sub-networks
 
 
@@ -133,12 +133,12 @@ def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch():
         ),
         (["--ckpt_path=ONE", "--score=synflow"], "synflow needs untrained networks"),
         (["--ckpt_path=ONE", "--config=no.yaml"], "no.yaml"),
-        (["--ckpt_path=ONE", "--config", CELLS], "another space: model.class_path"),
+        (["--ckpt_path=ONE", "--config", CELLS], "another search space (model.class_path"),
         (["--ckpt_path=ONE", "--constraint=joules<=1"], "Costs are flops, params, activations"),
         (["--ckpt_path=ONE", "--constraint=params<=1"], "the closest has params"),
         (
             ["--ckpt_path=ONE", "--", "--data.init_args.source.init_args.val_fraction=0"],
-            "no validation examples",
+            "a search needs validation examples, but there are none",
         ),
         (["--ckpt_path=moved.ckpt", "--config", CELLS], "belongs to another model or space"),
         (["--ckpt_path=moved.ckpt"], "there is no config.yaml in the folder above"),

@@ -47,7 +47,7 @@ class Waiting(Softmax):
         ({"rule": SinglePath()}, r"model\.rule SinglePath has no gradient of alpha"),
         (
             {"learn": Reward(), "penalty": LogPenalty(10.0)},
-            r"model\.penalty LogPenalty adds to a loss",
+            r"model\.penalty LogPenalty is part of a loss",
         ),
         ({"recalibration_examples": 1}, "recalibration_examples must be at least 2, got 1"),
         ({"recalibration_examples": 0}, "recalibration_examples must be at least 2, got 0"),

@@ -203,7 +203,9 @@ class TestEncryptedMean:
         assert torch.allclose(total.clear / share, plain_mean(updates)[in_clear], atol=1e-5)
 
     def test_a_mean_of_one_update_is_not_decrypted(self):
-        with pytest.raises(RoundFailure, match="round 4: 1 client sent an update, whose mean"):
+        with pytest.raises(
+            RoundFailure, match="round 4: 1 client sent an update, and EncryptedMean needs 2"
+        ):
             began(EncryptedMean(), some_updates()[:1]).close()
         began(EncryptedMean(), some_updates()[:2]).close()
 

@@ -415,7 +415,7 @@ def test_messages_of_another_session_are_refused():
         ({"threshold": 4, "active": True}, "from 5 to 6, more than 2/3"),
         ({"num_neighbours": 6}, "even and from 2"),
         ({"num_neighbours": 4, "threshold": 6}, "from 2 to 5"),
-        ({"num_neighbours": 4, "active": True}, "active needs everyone"),
+        ({"num_neighbours": 4, "active": True}, "active: true needs every client"),
         ({"num_clients": 1}, "num_clients"),
         ({"min_survivors": 3}, "min_survivors must be from 4"),
         ({"round_index": -1}, "round_index"),

@@ -148,5 +148,5 @@ class TestSchedule:
         assert torch.equal(resumed.model.params, whole.model.params)
 
     def test_one_that_waits_for_a_metric_is_refused(self):
-        with pytest.raises(ConfigurationError, match="waits for a metric"):
+        with pytest.raises(ConfigurationError, match="needs a metric"):
             Server(model([0.0]), None, sgd(lr=1.0), torch.optim.lr_scheduler.ReduceLROnPlateau)

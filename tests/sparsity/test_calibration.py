@@ -148,8 +148,8 @@ def test_what_is_refused():
         (None, "LeastSensitive needs scores"),
         (Scores({"a": torch.ones(3)}, 1), "differ in a"),
         (Scores({"b": torch.ones(2)}, 1), "differ in a, b"),
-        (Scores({"a": torch.tensor([-1.0, 1])}, 1), "negative numbers or nan in a"),
-        (Scores({"a": torch.tensor([torch.nan, 1])}, 1), "nan in a"),
+        (Scores({"a": torch.tensor([-1.0, 1])}, 1), "negative numbers or NaN in a"),
+        (Scores({"a": torch.tensor([torch.nan, 1])}, 1), "NaN in a"),
         (Scores({"a": torch.ones(2)}, 0), "got 0 examples"),
     ]:
         with pytest.raises(ConfigurationError, match=message):

@@ -281,8 +281,8 @@ def test_masks_by_name_by_parameter_and_of_a_group_that_is_added_later():
     [
         ({"wieght": torch.ones(2, 2, dtype=torch.bool)}, "no parameter wieght; .* weight, bias"),
         ([None], "1 are given for 2 parameters"),
-        ({"weight": torch.ones(2, 2)}, "parameter weight needs bool .* not torch.float32"),
-        ([torch.ones(2, dtype=torch.bool), None], r"shape \(2, 2\), not torch.bool of shape \(2,"),
+        ({"weight": torch.ones(2, 2)}, "parameter weight must be bool .* got torch.float32"),
+        ([torch.ones(2, dtype=torch.bool), None], r"shape \(2, 2\), got torch.bool of shape \(2,"),
         ({torch.zeros(3): None}, r"no parameter a tensor \(3,\)"),
     ],
 )

@@ -233,3 +233,33 @@ def CriticStepsMore(self, batch, batch_idx):
         generator.zero_grad()
         self.manual_backward(-self.critic(fake).mean())
         generator.step()
+
+
+@step(prepare=lambda m: setattr(m, "other", nn.Linear(4, 3)))
+def OptimizerOfItsOwn(self, batch, batch_idx):
+    """A second optimizer, which Lightning does not know, trains another part."""
+    self.own.zero_grad()
+    F.cross_entropy(self.other(batch[0]), batch[1]).backward()
+    self.own.step()
+    return self.loss(batch)
+
+
+def with_its_own(m):
+    m.own = torch.optim.SGD(m.other.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(m.net.parameters(), lr=0.1)
+
+
+OptimizerOfItsOwn.configure_optimizers = with_its_own
+
+
+def with_a_schedule_of_its_own(m):
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.2)
+    m.schedule = LambdaLR(optimizer, lambda number: 1 / (1 + number))
+    return optimizer
+
+
+case(
+    "ScheduleOfItsOwn",
+    configure_optimizers=with_a_schedule_of_its_own,
+    on_train_batch_end=lambda m, *given: m.schedule.step(),
+)

@@ -23,7 +23,7 @@ from fl_lightning.sparsity.sensitivity.protocol import Sensitivity, module_logit
 
 
 class MaskApplier:
-    """Applies masks to a Trainer's module and its optimizer, and unfreezes the module at the end.
+    """Freezes the entries outside a mask in a Trainer's module and optimizer, and unfreezes them at the end.
 
     Args:
         trainer: Trainer with one masked optimizer.
@@ -47,7 +47,7 @@ class MaskApplier:
         self.dense: list[str] = []
 
     def names(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[str]:
-        """Names of the parameters that a mask covers; see `maskable_names`.
+        """Return the names of the parameters that a mask covers, as chosen by `maskable_names`.
 
         The head is included only if it trains and ``include`` names it.
 
@@ -65,7 +65,7 @@ class MaskApplier:
         return names
 
     def apply(self, mask: Mask) -> None:
-        """Freeze all entries outside the mask, except those of a head that trains.
+        """Freeze all entries outside the mask; if the head (classifier) trains, its entries stay trainable.
 
         Raises:
             ConfigurationError: if the mask does not fit the module, or covers frozen parameters.
@@ -101,14 +101,14 @@ class MaskApplier:
             )
 
     def described(self, mask: Mask) -> str:
-        """Describe the parameters outside a mask, by the numbers of trained and of frozen entries."""
+        """Return in words how many entries of parameters outside a mask train, and how many are frozen."""
         dense = sum(self._params[name].numel() for name in self.dense)
         everything = sum(p.numel() for p in self._params.values())
         frozen = everything - mask.num_entries - dense
         return f"other parameters: {dense:,} train, {frozen:,} are frozen"
 
     def undo(self) -> None:
-        """Unfreeze the parameters that were trainable before the first mask."""
+        """Unfreeze all parameters that were trainable before the first mask was applied."""
         for name in self._trained:
             self._params[name].requires_grad_(True)
 
@@ -128,7 +128,7 @@ def _masked_optimizer(trainer: Trainer) -> MaskedOptimizer:
 
 
 def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> list[str]:
-    """Names of the modules that form the head: the given one, or those of timm's `get_classifier`.
+    """Return the names of the modules that form the head (classifier): ``head_name``, or those that timm knows.
 
     Raises:
         ConfigurationError: if there is no such module, or the head is needed and unknown.
@@ -150,7 +150,7 @@ def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> li
 
 
 def check_run(trainer: Trainer, calibration: Callback, *, per_client: bool) -> None:
-    """Raise ConfigurationError if the Trainer's federation, strategy or order of callbacks rules masks out."""
+    """Raise ConfigurationError if masks cannot be used with the Trainer's strategy or order of callbacks."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     federation = federation_of(trainer)
     if federation is None:
@@ -174,7 +174,7 @@ def check_run(trainer: Trainer, calibration: Callback, *, per_client: bool) -> N
 
 
 def check_forward(module: LightningModule, sensitivity: Sensitivity | None) -> None:
-    """Raise ConfigurationError if the sensitivity needs logits and the module has no ``forward``."""
+    """Raise ConfigurationError if scoring entries needs ``module(x)``, and the module has no ``forward``."""
     scoring = getattr(sensitivity, "scoring", None)
     uses_forward = sensitivity is None or getattr(scoring, "logits", None) is module_logits
     if uses_forward and not is_overridden("forward", module, LightningModule):

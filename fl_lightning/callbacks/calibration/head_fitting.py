@@ -30,7 +30,7 @@ HEAD = "head"  # name of the sums that remote clients send
 
 
 def fit_head(trainer: Trainer, names: list[str], fit: HeadFit) -> FittedHead:
-    """Fit the head on the training data and write it into the module; every process must call this.
+    """Fit the head (a linear layer) to the training data by regression, in place; every process calls this.
 
     Args:
         trainer: Trainer whose module is on its device.
@@ -91,7 +91,7 @@ def fit_head(trainer: Trainer, names: list[str], fit: HeadFit) -> FittedHead:
 def owner_features(
     visit: Visit, owners: ExampleOwners, owner: int, head: nn.Linear, fit: HeadFit
 ) -> Features:
-    """Features (the inputs of the head) and labels of an owner's examples, on the CPU."""
+    """Return features (inputs of the head) and labels of the examples of an owner (a client), on the CPU."""
     parts = [
         (head_features(visit.module, head, batch, fit.logits), fit.labels(batch))
         for batch in owners.batches(visit, owners.shards[owner])
@@ -104,7 +104,7 @@ def owner_features(
 
 
 def linear_head(module: nn.Module, names: list[str]) -> nn.Linear:
-    """Return the layer that forms the head.
+    """Return the linear layer that forms the head (the classifier).
 
     Raises:
         ConfigurationError: if the head is not one linear layer.

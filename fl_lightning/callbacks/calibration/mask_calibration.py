@@ -49,7 +49,7 @@ MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
 
 @final
 class MaskCalibration(Callback):
-    """Calibrates a mask when a fit starts, and applies it to the module's optimizer.
+    """Sparse training: chooses which entries train (a mask) when a fit starts, and freezes the others.
 
     The optimizer must be `SparseSGDM` or `SparseAdamW`. In the Trainer's list of callbacks, this callback
     must come before `Federation`. The mask is logged, drawn per layer, and saved as
@@ -182,7 +182,7 @@ class MaskCalibration(Callback):
 
     @property
     def traits(self) -> Traits:
-        """Traits of masks, and of the sums over clients' examples that calibrate them."""
+        """Needs of this callback that the federation must meet, e.g. simulation for per-client masks."""
         needs, instead, ways = {}, {}, {}
         if self.per_client:
             ways["finds masks of the clients' own"] = "set per_client to false"
@@ -201,11 +201,11 @@ class MaskCalibration(Callback):
 
     @property
     def version(self) -> int:
-        """Number of the current mask, from 0."""
+        """Number of the current mask, counted from 0; recalibration makes a new one."""
         return len(self.history) - 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise ConfigurationError for settings that cannot work, before any computation."""
+        """Raise ConfigurationError for settings that cannot work together, before any computation."""
         if stage == "fit":
             self._saved = {}  # a checkpoint is loaded after this
             traits = getattr(pl_module, "federation_traits", NO_TRAITS)
@@ -241,11 +241,11 @@ class MaskCalibration(Callback):
 
     @property
     def head_fit(self) -> HeadFit | None:
-        """The fit of the head; None if the head trains or is frozen."""
+        """How the head (classifier) is fitted before calibration; None if the head trains or is frozen."""
         return None if isinstance(self._head, str) else self._head
 
     def heads(self, module: LightningModule) -> list[str]:
-        """Names of the modules that form the head."""
+        """Return the names of the modules that form the head (the classifier)."""
         is_needed = self._include is None or self._head != "train"
         return heads_of(module, self._head_name, is_needed=is_needed)
 
@@ -255,7 +255,7 @@ class MaskCalibration(Callback):
         return MaskApplier(trainer, heads, head_trains=self._head == "train")
 
     def client_masks(self) -> ClientMasks | None:
-        """Masks of single clients; None if all clients have the same mask.
+        """Return the per-client masks, or None if all clients share one mask.
 
         A federation calls this when the fit starts. It then applies a client's mask in local training, and
         averages every entry over the clients whose masks train it. A mask is calibrated on first access, at
@@ -264,11 +264,11 @@ class MaskCalibration(Callback):
         return self._clients
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Calibrate again after every n-th round, if ``every_n_rounds`` is set."""
+        """Calibrate the mask again after every n-th round, if ``every_n_rounds`` is set."""
         self._recalibrate(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Calibrate again if `on_train_epoch_start` was skipped.
+        """Calibrate the mask again if it is due, and Lightning has skipped `on_train_epoch_start`.
 
         Lightning skips it in a central run that resumes from a checkpoint between the last batch of an
         epoch and the end of the epoch.
@@ -276,7 +276,7 @@ class MaskCalibration(Callback):
         self._recalibrate(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Share the masks of this round's clients with all processes, before any checkpoint."""
+        """Share new per-client masks with all processes, before a checkpoint is saved."""
         if self._clients is not None:
             num_bytes = self._clients.exchange(Ranks(trainer))
             if num_bytes:
@@ -289,11 +289,11 @@ class MaskCalibration(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Unfreeze the parameters also after a run that failed or was interrupted."""
+        """Unfreeze the parameters that were trainable before, also if the run failed or was interrupted."""
         self._restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mask, all clients' masks so far, and the history of versions, for a checkpoint."""
+        """Return for a checkpoint: the mask, the per-client masks so far, and the history of masks."""
         if self.mask is None:
             return self._saved
         clients = {} if self._clients is None else self._clients.state_dict()
@@ -304,7 +304,7 @@ class MaskCalibration(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's masks until the fit starts."""
+        """Store a checkpoint's masks, which are applied when the fit starts."""
         self._saved = dict(state_dict)
 
     def _resume(self, trainer: Trainer) -> None:
@@ -355,7 +355,7 @@ class MaskCalibration(Callback):
     def _use(
         self, trainer: Trainer, mask: Mask, origin: str, metrics: dict[str, float] | None
     ) -> None:
-        """Apply a mask and report it; ``metrics`` are None for a mask that is in the history."""
+        """Apply a new mask (or, if ``metrics`` is None, that of a checkpoint), and report it."""
         assert self._applier is not None
         self._applier.apply(mask)
         self.mask = mask
@@ -386,7 +386,7 @@ class MaskCalibration(Callback):
 
 
 def _bytes(purpose: str, each: float, times: int) -> dict[str, float]:
-    """Payload bytes of one client in a round, and of all clients in all rounds.
+    """Return metrics of bytes sent: by one client in a round, and by all clients in all rounds.
 
     Their names are calibration/bytes_up, calibration/total_bytes_up, head/bytes_up and head/total_bytes_up.
     """

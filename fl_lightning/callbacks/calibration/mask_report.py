@@ -29,7 +29,7 @@ def report_mask(
     *,
     is_one_of_many: bool,
 ) -> None:
-    """Print, log and save a mask; every process must call this.
+    """Print, log and save a new mask of trainable entries; every process must call this.
 
     Args:
         trainer: the Trainer of the fit.
@@ -64,7 +64,7 @@ _MOST_BARS = 150  # if there are more layers, a bar shows a block of layers
 
 
 def density_figure(mask: Mask) -> Any:
-    """Return a Matplotlib bar chart of the density of each layer; a line marks the density of the whole mask."""
+    """Return a bar chart of each layer's density (share of trainable entries); a line marks the whole mask's."""
     rows, depth = density_per_layer(mask), 8
     while len(rows) > _MOST_BARS and depth > 1:
         depth -= 1
@@ -77,7 +77,7 @@ def density_figure(mask: Mask) -> Any:
 
 
 class ClientMasks:
-    """Masks of single clients, each calibrated on first access.
+    """Per-client masks; a client's mask is calibrated when it is first read.
 
     Args:
         find: function that calibrates the mask of a client.
@@ -108,7 +108,7 @@ class ClientMasks:
         return mask
 
     def exchange(self, ranks: Ranks) -> int:
-        """Share new masks among all processes; every process must call this.
+        """Share the masks that each process has calibrated with all others; every process must call this.
 
         Returns:
             Payload bytes of the new masks, at eight entries per byte; 0 if there are none.
@@ -123,24 +123,24 @@ class ClientMasks:
         return num_bytes
 
     def found(self) -> dict[int, Mask]:
-        """Masks so far, by client."""
+        """Return all masks calibrated so far, by client number."""
         return {
             client: Mask.from_state_dict(self._packed[client]) for client in sorted(self._packed)
         }
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        """Return all masks so far, with eight entries per byte."""
+        """Return all masks calibrated so far, packed to eight entries per byte."""
         return dict(self._packed)
 
     def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Replace all masks by those from `state_dict`."""
+        """Replace all per-client masks by those that `state_dict` returned."""
         self._packed, self.counts = dict(state), MaskCounts()
         for mask in self.found().values():
             self.counts.add(mask)
 
 
 def report_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> None:
-    """Print and log a summary of the clients' masks so far, after a server step.
+    """Print and log a summary of all per-client masks calibrated so far: density, union, overlap.
 
     Args:
         trainer: Trainer of the fit.

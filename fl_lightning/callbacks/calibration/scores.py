@@ -60,7 +60,7 @@ SCORES = "scores"  # name of the sums that remote clients send
 
 
 def example_owners(trainer: Trainer) -> ExampleOwners:
-    """Owners of a fit's training examples: the clients, or in a central run one owner of all examples.
+    """Return who owns which training examples: each client its own, or in central training one owner all.
 
     Raises:
         ConfigurationError: in a central run, if the training data are not one `DataLoader` over a
@@ -87,7 +87,7 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
 
 @contextmanager
 def scoring(trainer: Trainer) -> Iterator[Visit]:
-    """Yield access to a Trainer's module in this block, in eval mode and the Trainer's precision.
+    """Inside a ``with`` block, give access to a Trainer's module, in eval mode and the Trainer's precision.
 
     In a run with 16-mixed, the precision is single: in half precision the smallest squared gradients, which
     decide which entries train, would become 0.
@@ -101,7 +101,7 @@ def scoring(trainer: Trainer) -> Iterator[Visit]:
 def of_each(
     trainer: Trainer, owners: Integers, counts: Integers, work: Callable[[int, int], None]
 ) -> None:
-    """Call a function once for every owner, divided among the processes; every process must call this.
+    """Call a function once per owner (client), with owners divided among processes, all of which call this.
 
     Args:
         trainer: the Trainer.
@@ -129,7 +129,7 @@ def of_each(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerScores:
-    """Calibrates masks of a Trainer's module on the training data.
+    """Calibrates masks: scores the entries of a Trainer's module on its training data.
 
     Args:
         sensitivity: estimator of the scores; None for `SampledFisher`.
@@ -147,7 +147,7 @@ class OwnerScores:
     def mask(
         self, trainer: Trainer, plan: CalibrationPlan, names: list[str], version: int
     ) -> tuple[Mask, int]:
-        """Calibrate a mask on all owners' examples; every process must call this.
+        """Calibrate a mask on the examples of all owners (the clients); every process must call this.
 
         Args:
             trainer: Trainer whose module is on its device.
@@ -188,7 +188,7 @@ class OwnerScores:
     def mask_of(
         self, trainer: Trainer, plan: CalibrationPlan, names: list[str], owner: int
     ) -> Mask:
-        """Calibrate a mask on the examples of one owner, at the module's current weights.
+        """Calibrate a mask on the examples of one owner (a client), at the module's current weights.
 
         Only one process calls this. The mask is on the CPU.
         """
@@ -210,7 +210,7 @@ class OwnerScores:
         ids: tuple[int, ...],
         scored: Callable[[Mapping[str, Tensor], int], Scores] | None,
     ) -> Mask:
-        """Run the rounds of a calibration, and return the mask."""
+        """Run all rounds of a calibration, each of which scores and drops entries, and return the mask."""
         own = dict(trainer.lightning_module.named_parameters())
         seed = derive_seed(self.seed, _PURPOSE, *ids)
         calibration = Calibration(plan, {name: own[name] for name in names}, seed=seed)
@@ -224,7 +224,7 @@ class OwnerScores:
     def _drawn(
         self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
     ) -> tuple[Integers, Integers]:
-        """Draw the owners of a calibration round; return their ids, and how many examples each one scores."""
+        """Draw the owners (clients) of a calibration round; return their ids, and how many examples each scores."""
         federation, sizes = federation_of(trainer), owners.shards.num_examples
         sampler = AllClients() if federation is None else self.cohort or federation.cohort
         ids = sampler.sample(number, Population(sizes), derive_seed(self.seed, _PURPOSE, version))
@@ -240,7 +240,7 @@ class OwnerScores:
         values: Mapping[str, Tensor],
         ids: tuple[int, int],
     ) -> Callable[[int, int], Scores]:
-        """Return a function that scores a number of an owner's examples.
+        """Return a function of (owner, n) that scores the module's entries on n examples of that owner.
 
         Args:
             visit: access to the module, see `scoring`.
@@ -265,7 +265,7 @@ class OwnerScores:
 
 
 def _checked(values: Mapping[str, Tensor], sent: Mapping[str, Tensor], num_examples: int) -> Scores:
-    """Return the scores that a remote client has sent.
+    """Check the scores that a remote client has sent, and return them.
 
     Raises:
         ValueError: if names or shapes are not those of the values, or a score is negative or not finite.
@@ -285,7 +285,7 @@ def _summed(
     counts: Integers,
     score: Callable[[int, int], Scores],
 ) -> Scores:
-    """Return the sum of the scores of all owners, over all processes."""
+    """Return the sum of all owners' scores, added over all processes."""
     device = trainer.strategy.root_device
     # Apple's accelerators have no double precision
     dtype = torch.float32 if device.type == "mps" else torch.float64

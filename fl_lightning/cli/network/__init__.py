@@ -29,7 +29,7 @@ _SEVERAL = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the subcommands of ``network`` to a parser."""
+    """Add the subcommands of ``fl-lightning network`` to its parser."""
     commands = parser.add_subcommands(dest="action", required=True)
     for name, function in _COMMANDS.items():
         description = str(function.__doc__).splitlines()[0]
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def network(given: Any, *, options: Sequence[str]) -> None:
-    """Run a subcommand of ``network`` with its parsed options."""
+    """Run a subcommand of ``fl-lightning network`` with its parsed options."""
     try:
         import flwr.app  # noqa: F401
     except ImportError:
@@ -63,7 +63,7 @@ def init(
     public_keys: str | None = None,
     host: Sequence[str] | None = None,
 ) -> None:
-    """Write a network's folder: certificates, keys, start commands.
+    """Write the folder of a new network of server and sites: certificates, keys, start commands.
 
     Args:
         out: the network's folder; must not exist.
@@ -91,7 +91,7 @@ def init(
 
 
 def keys(*, folder: str, site: str) -> None:
-    """Make a site's keys, at the site; only the public keys leave the site.
+    """Make a site's key pairs, at the site; only the public keys leave the site.
 
     Args:
         folder: the site's folder.
@@ -111,7 +111,7 @@ def keys(*, folder: str, site: str) -> None:
 
 
 def serve(*, folder: str, bind: str = "127.0.0.1", control_port: PositiveInt | None = None) -> None:
-    """Run the server, until Ctrl-C.
+    """Run the network's server until Ctrl-C.
 
     Args:
         folder: the network's folder.
@@ -142,7 +142,7 @@ def serve(*, folder: str, bind: str = "127.0.0.1", control_port: PositiveInt | N
 
 
 def join(*, folder: str, site: str | None = None) -> None:
-    """Run a site, until Ctrl-C.
+    """Run a site, which trains its clients for the server, until Ctrl-C.
 
     Args:
         folder: the site's folder; the network's with --site.
@@ -164,7 +164,7 @@ def run(
     deadline: PositiveInt = 3600,
     options: Sequence[str] = (),
 ) -> None:
-    """Train, at the server. Words after -- are options of the fit.
+    """Train over the connected sites, at the server. Words after -- are options of the fit.
 
     Args:
         folder: the network's folder.
@@ -198,7 +198,7 @@ def run(
 
 
 def _own_modules(configuration: str) -> list[str]:
-    """Return the modules in the current folder that the sites need, because the configuration names their classes."""
+    """Return the Python modules in the current folder whose classes the configuration names, so that sites need them."""
     from fl_lightning.flower.layers import shared_part
 
     shared = yaml.safe_dump(shared_part(yaml.safe_load(configuration)))
@@ -207,7 +207,7 @@ def _own_modules(configuration: str) -> list[str]:
 
 
 def status(*, folder: str) -> None:
-    """Print which sites are connected, and the state of each run.
+    """Print which sites are connected to the server, and the state of each run.
 
     Args:
         folder: the network's folder.
@@ -233,7 +233,7 @@ def demo(
     rounds: PositiveInt = 3,
     options: Sequence[str] = (),
 ) -> None:
-    """Try a network on this machine: a server and sites, which are removed afterwards.
+    """Try out training over a network on this machine: its server and sites are removed afterwards.
 
     Args:
         config: YAML files of the run.
@@ -253,5 +253,5 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def _words(config: Sequence[str]) -> list[str]:
-    """Return the ``--config`` words of a fit's command line."""
+    """Return an option ``--config=…`` for each configuration file, for a fit's command line."""
     return [f"--config={path}" for path in config]

@@ -104,7 +104,7 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
 
 
 def site_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return settings for ``site.yaml`` of the demo's sites, which trust the configuration.
+    """Return settings of ``site.yaml`` for the demo's sites, which allow whatever the configuration names.
 
     The sites allow all classes that the configuration names, and accept ``secure_noise: false``, as a
     simulation does.
@@ -116,7 +116,7 @@ def site_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def written_to(folder: Path, config: dict[str, Any]) -> str:
-    """Return a configuration as YAML, in which loggers and callbacks write into a folder."""
+    """Return a configuration as YAML, changed so that loggers and callbacks write into a folder."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, list):
@@ -135,7 +135,7 @@ def written_to(folder: Path, config: dict[str, Any]) -> str:
 
 @contextmanager
 def _with_refusals(running: Demo, say: Say) -> Iterator[None]:
-    """If the run fails within this context, print the reasons for which sites refused orders, from their logs."""
+    """If the run inside this context fails, print from the sites' logs why they refused the server's orders."""
     try:
         yield
     except RoundFailure:
@@ -149,7 +149,7 @@ def _with_refusals(running: Demo, say: Say) -> Iterator[None]:
 
 
 def _recorded(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the configuration of a simulation in which updates arrive in the order of the run over the network."""
+    """Return a configuration that simulates an asynchronous run with the order of updates recorded over the network."""
     [file] = folder.rglob(FILE)
     devices = {
         "class_path": "fl_lightning.client.RecordedArrivals",
@@ -170,7 +170,7 @@ def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]
 
 
 def _own_layer(config: dict[str, Any]) -> str:
-    """Return a site's own configuration; in a demo, all sites have the same data but different clients."""
+    """Return a demo site's own options as YAML: data, accelerator and precision, the same for all sites."""
     trainer = {n: config["trainer"].get(n) for n in ("accelerator", "precision")}
     return yaml.safe_dump({"data": config["data"], "trainer": trainer}, sort_keys=False)
 
@@ -201,7 +201,7 @@ def _simulating(folder: Path, config: dict[str, Any]) -> Iterator[Callable[[], N
 
 
 def _apart(folder: Path) -> dict[str, float]:
-    """Return each tensor's largest difference between the checkpoints of both runs; 0 if bit-identical."""
+    """Return each tensor's largest difference between the checkpoints of network and simulation; 0 if bit-identical."""
     found = [sorted((folder / part).rglob("last.ckpt")) for part in ("network", "simulation")]
     if not all(found):
         raise RoundFailure(

@@ -35,7 +35,7 @@ from fl_lightning.server.server import as_aggregator
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
-    """Train over the sites of a channel, inside Flower's server app.
+    """Train a run over remote sites, inside Flower's server app; the channel carries messages to the sites.
 
     Args:
         channel: channel to the sites.
@@ -133,7 +133,7 @@ class OverSites:
         return elsewhere
 
     def end(self) -> None:
-        """Order all sites to end the run; clients' state stays on their disks."""
+        """Tell all sites to end the run; their clients' state stays on the sites' disks."""
         self._correspondence.forget_posted()
         for _ in self._correspondence.ask(self._stops):
             pass
@@ -147,7 +147,7 @@ def run_server(
     wanted: int,
     note: Path | None = None,
 ) -> Any:
-    """Train over sites and return the Trainer.
+    """Train a configuration over remote sites, and return the Trainer.
 
     Args:
         configuration: configuration of the run, as YAML; sites get it as well.
@@ -160,7 +160,7 @@ def run_server(
     trainers: list[Trainer] = []
 
     class ServerCLI(FederatedCLI):
-        """Command line of a fit whose clients train at sites."""
+        """Lightning's command line for a fit at the server, whose clients train at remote sites."""
 
         def fit(self, model: Any, **kwargs: Any) -> None:
             """Connect the federation to the sites, and train over the sites' clients."""
@@ -182,7 +182,7 @@ def run_server(
 
 
 def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, model: Any) -> None:
-    """Raise if the run has encrypted sums and a site cannot take part in them."""
+    """Raise ConfigurationError if the run encrypts sums of updates and a site cannot take part in them."""
     hidden = as_aggregator(federation.aggregator).protection
     if isinstance(hidden, EncryptedMean):
         size = sum(each.numel() for each in model.parameters() if each.requires_grad)
@@ -190,7 +190,7 @@ def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, mode
 
 
 def _limit_clients(told: Mapping[str, SiteFacts], model: Any) -> None:
-    """Set the largest sub-networks that clients can train in the model, by the limits of their sites.
+    """Set in the supernet the largest sub-network that each client can train, by its site's compute limit.
 
     Raises:
         ConfigurationError: naming a site whose limit is no sub-network of the model.
@@ -208,7 +208,7 @@ def _limit_clients(told: Mapping[str, SiteFacts], model: Any) -> None:
 
 
 def _compare_sites(told: Mapping[str, SiteFacts], ours: str) -> None:
-    """Warn of sites with another precision than the configuration's, or other batches than the first site.
+    """Warn if a site's precision differs from the configuration's, or its batch size or ``drop_last`` from the first site's.
 
     Raises:
         ConfigurationError: naming sites with a precision whose loss scale all clients would have to share.

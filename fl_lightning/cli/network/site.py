@@ -55,7 +55,7 @@ _SITE_WORDS = (
 
 
 class _LimitedTensors(TorchDispatchMode):
-    """Raises before a tensor is allocated if all tensors together would have more entries than allowed."""
+    """Watches PyTorch's tensor creation, and raises before all tensors together have more entries than allowed."""
 
     def __init__(self, most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ class _LimitedTensors(TorchDispatchMode):
 
 
 def _numbers(argument: Any, name: str) -> int:
-    """Return the number of entries of the tensor that a function of PyTorch creates from an argument."""
+    """Return how many entries a tensor has that PyTorch creates from an argument, e.g. from a shape."""
     if isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument):
         return math.prod(argument)
     is_length = name in ("arange", "linspace", "eye") and isinstance(argument, (int, float))
@@ -84,15 +84,15 @@ def _numbers(argument: Any, name: str) -> int:
 
 
 def run_site(fit: Fit, policy: Policy) -> None:
-    """Build a site's Trainer, and carry out the orders of one run."""
+    """Build a site's Trainer, and carry out the server's orders for one run."""
     places = policy.clients
     fit.queue.start_clock()
 
     class SiteCLI(FederatedCLI):
-        """Command line of a fit that carries out orders."""
+        """Lightning's command line for a fit at a site, which carries out the server's orders."""
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
-            """Build the Trainer with a callback that carries out orders instead of running rounds."""
+            """Build the Trainer with a callback that carries out the server's orders instead of running rounds."""
             federation = self._get(self.config_init, "federation")
             options = self._get(self.config_init, "trainer")
             calibrates = next(map(SiteCalibration, options["callbacks"] or ()), None)
@@ -109,7 +109,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                 raise limit.refused or error from None
 
         def fit(self, model: Any, **kwargs: Any) -> None:
-            """Send the site's facts to the server, wait for the first order, and fit."""
+            """Send the server the site's numbers of examples and other facts, wait for its first order, and fit."""
             data = self.datamodule
             if problems := unknown_elsewhere(data):
                 raise ConfigurationError("\n".join(problems))
@@ -153,7 +153,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
 
 
 def site_process(folder: str) -> None:
-    """Run a site's resident process, which answers orders until it is told to end.
+    """Run a site's long-lived process, which answers the server's orders until it is told to end.
 
     Args:
         folder: folder of the site, with ``site.yaml``, and ``own.yaml``, the site's own options for every run.
@@ -168,7 +168,7 @@ def site_process(folder: str) -> None:
 
 
 def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
-    """Answer the server's orders until the process is told to end."""
+    """Answer the server's orders at a site, until the process is told to end."""
     site = Site(policy, own)
     serve(
         policy.socket,
@@ -182,7 +182,7 @@ def _sizes_at(shards: FlatShards, places: Mapping[int, int]) -> dict[int, int]:
 
 
 class SiteCalibration:
-    """Computes what the calibration of a mask needs of a site's clients: scores, or sums for a linear head.
+    """Computes at a site what a sparse mask's calibration needs: scores of parameters, or sums for a linear head.
 
     Args:
         calibration: the configuration's calibration.
@@ -192,11 +192,11 @@ class SiteCalibration:
         self._calibration = calibration
 
     def mask_applier(self, trainer: Trainer) -> Callable[[Mask], None]:
-        """Return a function that makes a mask's entries trainable, in a Trainer's module and optimizer."""
+        """Return a function that makes the entries of a sparse mask trainable, in the Trainer's module and optimizer."""
         return self._calibration.mask_applier(trainer).apply
 
     def sums(self, trainer: Trainer, order: Order) -> Iterator[ClientSums]:
-        """Yield the sums of an order's clients with the order's model; the module does not change."""
+        """Yield sums over the clients that a server's order names, with the order's model; the module stays unchanged."""
         fit, options = self._calibration.head_fit, order.options
         with scoring(trainer) as visit:
             copy_model(visit.module, order.tensors)

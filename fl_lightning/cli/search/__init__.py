@@ -61,7 +61,7 @@ Retraining = Callable[[Architecture], dict[str, Any]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of ``fl-lightning search`` to its parser."""
     add_networks(parser, required=False)
     group = parser.add_argument_group("a trained supernet")
     _add_texts(
@@ -123,7 +123,7 @@ def _add_list(group: Any, *names: str, text: str) -> None:
 
 
 def search(given: Any, *, options: Sequence[str]) -> None:
-    """Run the command with its parsed options, and words after ``--``: options of a supernet's configuration."""
+    """Run ``fl-lightning search``. The words after ``--`` are options of the supernet's configuration."""
     check_seed("search", given.seed)
     if given.config or given.ckpt_path is not None:
         look_at(given, options, partial(_search_trained, given))
@@ -157,7 +157,7 @@ def search(given: Any, *, options: Sequence[str]) -> None:
 
 
 def _check_sources(given: Any) -> None:
-    """Raise ConfigurationError for an unknown score, and for a table or images that the score does not use."""
+    """Raise ConfigurationError if the score is unknown, or does not use a table or images that were given."""
     names = given.score.split("+")
     if set(names) - set(_SCORES) or ("accuracy" in names and len(names) > 1):
         raise ConfigurationError(
@@ -178,9 +178,9 @@ def _check_sources(given: Any) -> None:
 
 def _search_trained(given: Any, trained: Trained) -> None:
     given.score = "accuracy"
-    options = {"networks": trained.networks, "weights": trained.weights, "run": trained.run}
-    configuration = partial(retraining, **options)
-    _search(given, trained.networks, lambda costs: trained.score, configuration)
+    networks, weights = trained.networks, trained.weights
+    configuration = partial(retraining, networks=networks, weights=weights, run=trained.run)
+    _search(given, networks, lambda costs: trained.score, configuration)
 
 
 def _search(
@@ -214,7 +214,7 @@ def _search(
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
-    """Return the objective of a search without a trained supernet."""
+    """Return the function that scores architectures, for a search without a trained supernet."""
     names = given.score.split("+")
     if len(names) > 1:
         every = [_one_objective(given, networks, costs, name) for name in names]
@@ -260,7 +260,7 @@ def _with_progress(score: Objective, budget: int) -> Objective:
 def _report(
     found: Findings, given: Any, table: LatencyTable | None, configuration: Retraining
 ) -> None:
-    """Write tables, figures and the best network's configuration; print the Pareto front."""
+    """Write a search's tables, figures and best network's configuration; print the Pareto front."""
     out, best, count = Path(given.out), found.best, len(found.result.evaluated)
     found.write_evaluated(out / "evaluated.csv")
     target = Path(given.export) if given.export else out / "best.yaml"
@@ -291,7 +291,7 @@ def _report(
 
 
 def data_words(networks: Networks, images: Sequence[str]) -> list[str]:
-    """Return options of a fit that name data of the networks' input shape; empty if no known data set has it.
+    """Return ``--data`` options of a fit that suit the networks' input shape; empty if no known data set does.
 
     Args:
         networks: the networks.
@@ -314,7 +314,7 @@ _KNOWN_DATA = {
 
 
 def _next(command: str, data: Sequence[str], of: str) -> str:
-    """Return a line with the next command to type, with options for the data or a note that they are missing."""
+    """Return a line with the next command to type, including its data options or a note that data must be named."""
     if data:
         return f"next:     {command} {shlex.join(data)}"
     return f"next:     {command}, with the data {of}: add --config or --data options that name them"

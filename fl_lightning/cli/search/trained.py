@@ -48,7 +48,7 @@ class Trained:
 
 
 def look_at(given: Any, options: Sequence[str], look: Callable[[Trained], None]) -> None:
-    """Load the supernet that the options of ``search`` name, and call a function with it.
+    """Load the trained supernet that the options of ``fl-lightning search`` name, and pass it to a function.
 
     Args:
         given: parsed options of the command.
@@ -95,7 +95,7 @@ def look_at(given: Any, options: Sequence[str], look: Callable[[Trained], None])
 
 
 class _Looking(Callback):
-    """Calls a function with the loaded supernet at the start of ``validate``."""
+    """Callback that passes the loaded supernet to a function when ``validate`` starts."""
 
     unprotected: str | None = None
 
@@ -105,7 +105,7 @@ class _Looking(Callback):
         self.has_looked = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call the function with the loaded supernet.
+        """Pass the loaded supernet to the function.
 
         Raises:
             ConfigurationError: if the model is no supernet, or a weight is not finite.
@@ -174,11 +174,11 @@ def _check_options(given: Any) -> None:
 
 
 def _check_space(own: EarlierRun, run: Mapping[str, Any]) -> None:
-    """Raise if the configuration's space differs from that of the run that wrote the checkpoint."""
+    """Raise ConfigurationError if the configuration's search space differs from that of the checkpoint's run."""
     found = differences(own.config, run, ["model"])
     of_space = [text for text in found if text.startswith(_OF_SPACE)]
     if of_space:
         raise ConfigurationError(
-            f"ckpt_path: {own.checkpoint} was trained on another space: {of_space[0]}. Search it with --config "
-            f"{own.folder / CONFIG}"
+            f"ckpt_path: {own.checkpoint} was trained on another search space ({of_space[0]}). Give the "
+            f"configuration of its training: --config {own.folder / CONFIG}"
         )

@@ -29,7 +29,7 @@ from fl_lightning.core.traits import NO_TRAITS, Trait, Traits
 
 @dataclass(frozen=True)
 class GradientTerm:
-    """The term added to a client's gradient in every local step: pull · (y - x) + shift.
+    """The term that a client adds to its gradient at y: pull · (y - x) + shift, with x the global model.
 
     Attributes:
         pull: strength of the pull towards the global model, ≥ 0.
@@ -96,14 +96,14 @@ OF_LOSSES = Traits(
 
 
 class Correction(Ranged):
-    """Base of corrections of the clients' objective; subclasses are frozen dataclasses without state.
+    """Base of corrections against client drift (FedProx, SCAFFOLD, …); subclasses are frozen dataclasses.
 
     Override `pull` for a pull towards the global model, `shift` for a shift, and `remember` for
     a memory. The other properties follow from the overridden methods.
 
     Attributes:
         needs_mean: whether the server computes the mean of all memories.
-        reads_mean: whether clients use that mean, which is then sent with the model.
+        reads_mean: whether clients use the mean memory, which is then sent with the model.
 
     Example:
         >>> class Halved(Correction):
@@ -122,17 +122,17 @@ class Correction(Ranged):
 
     @property
     def remembers(self) -> bool:
-        """True if clients have a memory: the class overrides `remember`."""
+        """True if each client keeps a vector from round to round (its memory): the class overrides `remember`."""
         return type(self).remember is not Correction.remember
 
     @property
     def has_shift(self) -> bool:
-        """True if clients may have a shift: the class overrides `shift`."""
+        """True if clients may add a constant vector to their gradients: the class overrides `shift`."""
         return type(self).shift is not Correction.shift
 
     @property
     def shows_change(self) -> bool:
-        """True if the server can compute the change of a client's memory from its update.
+        """True if the server can compute from a client's update how the client's memory vector changed.
 
         Otherwise, if the mean is needed, the change is sent with the update.
         """
@@ -140,25 +140,25 @@ class Correction(Ranged):
 
     @property
     def changes_loss(self) -> bool:
-        """True if the correction changes the loss or the outputs, which excludes training in slots."""
+        """True if the correction changes the loss or the outputs; such clients train one after the other."""
         own = type(self)
         base = Correction
         return own.added_loss is not base.added_loss or own.calibrated is not base.calibrated
 
     @property
     def traits(self) -> Traits:
-        """Traits of the correction, derived from its methods."""
+        """Conditions on a round that the correction needs or breaks, to detect conflicting options."""
         traits = OF_LOSSES if self.changes_loss else NO_TRAITS
         if self.remembers:
             traits |= _OF_MEMORIES
         return traits | _OF_MEANS if self.needs_mean else traits
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Raise ConfigurationError if the module or the clients' optimizer does not fit."""
+        """Raise ConfigurationError if the correction does not support the module or the clients' optimizer."""
         return
 
     def check_server(self, optimizer: Optimizer) -> None:
-        """Raise ConfigurationError if the server optimizer does not fit."""
+        """Raise ConfigurationError if the correction does not support the server optimizer."""
         return
 
     def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:
@@ -171,7 +171,7 @@ class Correction(Ranged):
         return None
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return the client's memory after a round, a new vector of shape (k,)."""
+        """Return the vector that the client keeps for its next round (its memory), shape (k,)."""
         return torch.zeros_like(outcome.delta)
 
     def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
@@ -186,7 +186,7 @@ class Correction(Ranged):
     def added_loss(
         self, module: nn.Module, space: Space, start: Tensor, memory: Tensor
     ) -> AddedLoss | None:
-        """Return the term that a client with a memory adds to its loss in a round, or None.
+        """Return a function that computes the term added to the client's loss on a batch; None if there is none.
 
         Args:
             module: the client's model.
@@ -213,7 +213,7 @@ Part = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class AddedTerm:
-    """A `GradientTerm` of one client that can be added to the gradients of its parameters.
+    """A `GradientTerm` bound to one client's parameters, to whose gradients it is added.
 
     Args:
         space: layout of the trainable parameters.
@@ -249,7 +249,7 @@ class AddedTerm:
             self._shifts.append(own)
 
     def of(self, params: Collection[Tensor]) -> AddedTerm:
-        """Return the part of the term for some parameters."""
+        """Return the same term restricted to some of the parameters."""
         chosen, part = set(params), copy.copy(self)
         kept = [n for n, param in enumerate(self._whole) if param in chosen]
         part._whole = [self._whole[n] for n in kept]
@@ -287,7 +287,7 @@ class AddedTerm:
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """Return the term's value in the objective, pull/2 ‖y - x‖² + ⟨shift, y - x⟩, a scalar."""
+        """Return the term that the objective gains, pull/2 ‖y - x‖² + ⟨shift, y - x⟩, a scalar."""
         away = torch._foreach_sub(self._whole, self._starts)
         triples = list(zip(away, self._shifts, strict=True))
         for param, index, before, shift in self._parts:

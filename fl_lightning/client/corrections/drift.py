@@ -74,7 +74,7 @@ class FedProx(Correction):
 
     @property
     def pull(self) -> float:
-        """Strength of the pull towards the global model, μ."""
+        """FedProx's μ, the strength of the pull towards the global model."""
         return self.mu
 
 
@@ -87,7 +87,7 @@ _OF_RATES = Traits(
 @final
 @dataclass(frozen=True)
 class Scaffold(Correction):
-    """SCAFFOLD: a control variate per client, and the mean of all on the server.
+    """SCAFFOLD: a control variate per client, and their mean on the server.
 
     The paper weighs clients equally: set the aggregator's ``weight_by_examples: false`` for that.
 
@@ -112,12 +112,12 @@ class Scaffold(Correction):
 
     @property
     def shows_change(self) -> bool:
-        """True with option II, which computes c_i from the update."""
+        """True with option II, with which the server can compute the control variates' changes from the updates."""
         return self.option == "II"
 
     @property
     def traits(self) -> Traits:
-        """Traits, which depend on the option."""
+        """Conditions on a round that the chosen option needs or breaks, to detect conflicting options."""
         if self.option == "II":
             return super().traits | _OF_RATES
         needs = {
@@ -138,13 +138,13 @@ class Scaffold(Correction):
             ) from None
 
     def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:
-        """Return c - c_i."""
+        """Return c - c_i: the mean control variate minus the client's."""
         if memory is None or mean is None:
             return mean if memory is None else -memory
         return mean - memory
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return the new c_i; coordinates whose learning rate is 0 keep the old value."""
+        """Return the client's new control variate c_i; entries with learning rate 0 keep the old value."""
         if self.option == "I":
             return outcome.gradient()
         before = torch.zeros_like(outcome.delta) if memory is None else memory
@@ -189,7 +189,7 @@ class FedDyn(Correction):
 
     @property
     def pull(self) -> float:
-        """Strength of the pull towards the global model, α."""
+        """FedDyn's α, the strength of the pull towards the global model."""
         return self.alpha
 
     def check_server(self, optimizer: Optimizer) -> None:
@@ -201,14 +201,14 @@ class FedDyn(Correction):
             )
 
     def shift(self, memory: Tensor | None, mean: Tensor | None) -> Tensor | None:
-        """Return -g_i."""
+        """Return -g_i, the client's negative memory; None for a client without one."""
         return None if memory is None else -memory
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return the new memory g_i + α (x - y)."""
+        """Return the client's new memory g_i + α (x - y), with x the global and y the client's model."""
         moved = outcome.delta * self.alpha
         return moved if memory is None else moved.add_(memory)
 
     def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
-        """Return the aggregate plus h / α."""
+        """Return the pseudo-gradient: the aggregate plus h / α, with h the mean of all clients' memories."""
         return aggregate if mean is None else aggregate + mean / self.alpha

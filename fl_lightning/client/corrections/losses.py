@@ -73,7 +73,7 @@ class Moon(Correction):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the correction, which needs the loss that ``training_step`` returns."""
+        """Conditions on a round that the correction needs or breaks; it needs a loss from ``training_step``."""
         added = {Trait.RETURNED_LOSS: "adds to the loss"}
         ways = {Trait.RETURNED_LOSS: "use FedProx, Scaffold or FedDyn"}
         return super().traits | Traits(needs=added, instead=ways)
@@ -87,17 +87,17 @@ class Moon(Correction):
             )
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return the client's model after the round, shape (k,)."""
+        """Return the client's trained model, shape (k,), which is its last model in its next round."""
         return outcome.start - outcome.delta
 
     def added_loss(
         self, module: nn.Module, space: Space, start: Tensor, memory: Tensor
     ) -> Contrast:
-        """Return the contrastive loss as a function of batches."""
+        """Return a function that computes MOON's contrastive loss on a batch."""
         return Contrast(self, module, space, start, memory)
 
     def contrast(self, own: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
-        """Compute the contrastive loss, a scalar.
+        """Compute MOON's contrastive loss from features of three models, a scalar.
 
         Args:
             own: features of the client's current model, shape (B, …).
@@ -111,7 +111,7 @@ class Moon(Correction):
 
 
 class Contrast:
-    """MOON's additional loss for one client, as a function of batches.
+    """Function of a batch that computes MOON's contrastive loss for one client.
 
     Args:
         moon: the correction with its options.
@@ -162,7 +162,7 @@ _NO_EXAMPLES = 1e-8  # stands for the number of examples of a class without any
 @final
 @dataclass(frozen=True)
 class FedLC(Correction):
-    """FedLC: shifts logits in local training; with ``tau`` 0 bit-identical to FedAvg.
+    """FedLC: shifts logits by class frequency in local training; with ``tau`` 0 bit-identical to FedAvg.
 
     The output of the module's ``forward``, of shape (B, C), is shifted while a client trains. This also
     affects personal parameters (`Personal` with ``own_epochs``, `Ditto`, `APFL`) and ``train/…`` metrics.
@@ -186,7 +186,7 @@ class FedLC(Correction):
 
     @contextmanager
     def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> Iterator[None]:
-        """Shift the module's logits inside the block.
+        """Shift the module's logits by class frequency while a client trains inside the block.
 
         Raises:
             ConfigurationError: if ``forward`` returns no logits, or is not called inside the block.
@@ -219,7 +219,7 @@ class FedLC(Correction):
             )
 
     def logit_shift(self, counts: Tensor) -> Tensor:
-        """Return the shift of the logits, given the number of examples of each class, both of shape (C,)."""
+        """Return -τ n^(-1/4) for each class with n examples, shape (C,), which is added to the logits."""
         return -self.tau * counts.clamp(min=_NO_EXAMPLES).pow(-0.25)
 
 

@@ -2,10 +2,10 @@
 
 *Tensors and attributes of the module are the client's, everything else is yours.*
 
-A snapshot covers the attributes of the module and its parts, at any depth: lists, dicts, objects,
-tensors, arrays, random generators. It leaves out metrics, data sets, loaders, and objects of torch and
-Lightning. It is taken once per round and restored in place before every client, so a list stays the same
-list for a hook that refers to it. An iterator cannot be rewound and is refused.
+A snapshot covers the attributes of the module and its parts at any depth: lists, dicts, objects, tensors,
+arrays, random generators, optimizers and schedules; not metrics, data sets, loaders and other objects of
+torch and Lightning. It is taken once per round and restored in place before every client, so a list stays
+the same list for a hook that refers to it. An iterator cannot be rewound and is refused.
 
 Globals, closures and class attributes are never restored. The log names one that a step changes.
 """
@@ -47,7 +47,7 @@ _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
     *("torch", "torchmetrics", "torchvision", "numpy", "scipy", "pandas", "sklearn", "matplotlib"),
     *("PIL", "mlflow", "tensorboard", "wandb", "tqdm"),
 }
-_BAGS = ("types.Simple", "argparse.Name", "torch.amp.grad_scaler", "torch.distributions")
+_BAGS = ("types.Simple", "argparse.Name", "torch.amp.grad", "torch.distributions", "torch.optim")
 # Immutable types that contain other objects.
 _FIXED = (tuple, frozenset, partial, types.MethodType, property, staticmethod, classmethod)
 _MISSING = object()  # stands for a value that does not exist
@@ -57,7 +57,7 @@ _Inside = Iterable[tuple[Any, Any]]  # the parts of an object, by name or number
 
 
 class _Record:
-    """A mutable object and its content when the record was made.
+    """A mutable object among a module's attributes, and its content when the snapshot was made.
 
     Args:
         path: path from the module, for messages.
@@ -84,7 +84,7 @@ class _Record:
         return len(now) == len(before) and all(map(is_, now, before))
 
     def differences(self) -> list[str]:
-        """Return the paths of changed entries; the object's own path if it has no names for them."""
+        """Return the paths of the object's changed entries; its own path if entries have no names."""
         now, before = self.read(self.value), self.before
         if same_value(now, before):
             return []
@@ -94,7 +94,7 @@ class _Record:
         return paths or [self.path]
 
     def appended(self) -> Any:
-        """Return the items appended to a list, or the lists under new keys of a dict; else None or {}."""
+        """Return what was added since the snapshot: a list's new items, or a dict's lists under new keys."""
         now, before = self.value, self.before
         if isinstance(now, list):
             return now[len(before) :] if all(map(is_, now, before)) else None
@@ -103,7 +103,7 @@ class _Record:
 
 
 class Attributes:
-    """A snapshot of the attributes of a module and its parts.
+    """A snapshot of the Python attributes of a module and its submodules, which it can restore.
 
     Args:
         module: the module.
@@ -163,7 +163,7 @@ class Attributes:
         self._sizes, self._entries = [*map(len, self._views)], [*chain.from_iterable(self._views)]
 
     def is_same(self) -> bool:
-        """Return whether nothing has changed; an entry that was replaced by an equal one counts as a change."""
+        """Return whether nothing has changed since the snapshot; replacing an entry by an equal one is a change."""
         return (
             [*map(len, self._views)] == self._sizes
             and all(map(is_, chain.from_iterable(self._views), self._entries))
@@ -171,12 +171,12 @@ class Attributes:
         )
 
     def changes(self, *, outside: bool = False) -> list[str]:
-        """Return the paths of changed values; with ``outside`` only of those that are never restored."""
+        """Return the paths of values that changed since the snapshot; ``outside``: only of those never restored."""
         records = (each for each in self._records if each.write is None or not outside)
         return [path for each in records if not each.is_same() for path in each.differences()]
 
     def put_back(self, *, generators: bool = True) -> Appended:
-        """Restore all attributes in place, and return the items that were appended to lists.
+        """Restore all attributes in place, and return the items that were appended to lists since the snapshot.
 
         Without ``generators`` random generators keep their states.
         """
@@ -191,7 +191,7 @@ class Attributes:
         return appended
 
     def _walk(self, waiting: list[tuple[str, Any]], *, enters_code: bool = False) -> None:
-        """Record the mutable objects among these values and inside them, with their paths."""
+        """Record the mutable objects among these values, also nested ones, with their paths."""
         while waiting:
             path, value = waiting.pop()
             if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, _CLOSED):
@@ -209,7 +209,7 @@ class Attributes:
                 waiting.append(("", type(value)))
 
     def _look(self, path: str, value: Any) -> _Inside:
-        """Record a value if it is mutable, and return its parts by name."""
+        """Record a value if it is mutable, and return the values inside it with their names."""
         if isinstance(value, Tensor):
             if storage_of(value) not in self._memory:  # else a view of a parameter or buffer
                 self._record_tensor(path, value)
@@ -256,7 +256,7 @@ class Attributes:
         return self._records[-1].before
 
     def _record_attributes(self, path: str, owner: Any, ignored: Collection[str] = ()) -> _Inside:
-        """Record an object's attributes, except ignored ones."""
+        """Record an object's attributes, except those with ignored names."""
         read, write = partial(_without, ignored) if ignored else dict, partial(_rewrite, ignored)
         return self._record(path, vars(owner), read, write).items()  # type: ignore[no-any-return]
 
@@ -268,7 +268,7 @@ class Attributes:
             self._records[-1].before = [numbers.clone(), *others]
 
     def _record_outside(self) -> None:
-        """Record generators of Python and NumPy, and watch what functions and classes refer to."""
+        """Record ``requires_grad``, random generators, and the variables that functions and classes refer to."""
         read, write = attrgetter("requires_grad"), nn.Parameter.requires_grad_
         for name, param in self._module.named_parameters():
             self._record(f"self.{name}.requires_grad", param, read, write, has_entries=False)
@@ -280,7 +280,7 @@ class Attributes:
             each.write = None
 
     def _look_at_code(self, code: Any) -> _Inside:
-        """Record the globals and closures of a function, or the attributes of a class, if it is the user's."""
+        """Record the globals and closure of a user's function, or the attributes of a user's class."""
         if not _is_users_code(code.__module__) or hasattr(code, "__members__"):  # no enum
             return ()
         if isinstance(code, types.FunctionType):
@@ -292,7 +292,7 @@ class Attributes:
 
 
 def append(appended: Appended) -> None:
-    """Append items from `Attributes.put_back` to the module's lists; those of several clients may be joined."""
+    """Append to the module's lists the items that `Attributes.put_back` had removed, also those of several clients."""
     for container, added in appended:
         if isinstance(container, list):
             list.extend(container, added)
@@ -302,6 +302,8 @@ def append(appended: Appended) -> None:
 
 
 def _joined(path: str, name: object) -> str:
+    if isinstance(name, Tensor):  # in the state of an optimizer
+        return path
     return f"{path}.{name}" if path else str(name)
 
 
@@ -316,7 +318,7 @@ def _entries_of(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _read_scripted(module: Any) -> dict[str, Any]:
-    """Return the attributes of a scripted module, which are not in its ``__dict__``."""
+    """Return the attributes of a TorchScript module, which are not in its ``__dict__``."""
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     names = module._concrete_type.get_attributes().keys() - own
     return {name: copy.deepcopy(module._c.getattr(name)) for name in sorted(names)}
@@ -350,7 +352,7 @@ def _rewrite(ignored: Collection[str], attributes: dict[str, Any], before: dict[
 
 
 def _refill(kind: Any) -> Callable[[Any, Any], None]:
-    """Return a function that replaces a container's content by methods of the built-in class."""
+    """Return a function that replaces a container's content, by methods of the built-in class ``kind``."""
     fill = kind.extend if kind in (list, deque) else kind.update
 
     def write(container: Any, before: Any) -> None:
@@ -382,7 +384,7 @@ _GENERATORS = random.Random, np.random.RandomState, torch.Generator, np.random.G
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:
-    """Return the values that a function reads from closures and globals, by name and place."""
+    """Return the values of the closure variables and globals that a function reads, by name and place."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     found = {f"{name} around {function.__qualname__}": _content(cell) for name, cell in cells}
     waiting, names = [function.__globals__], _names_in(function.__code__)

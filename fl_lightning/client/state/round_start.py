@@ -34,7 +34,7 @@ LocalSchedules = tuple[int, Callable[[int], None]]
 
 
 class RoundStart:
-    """Records options of optimizers and schedules once per round, and restores them before every client.
+    """Records optimizer options and schedules at the start of a round, and restores them before every client.
 
     Args:
         optimizers: the clients' optimizers.
@@ -72,7 +72,7 @@ class RoundStart:
         self._schedules = list(schedules)
 
     def note(self, number: int = 0) -> None:
-        """Record options, schedules and fp16 loss scale at the start of a round with this number."""
+        """Record optimizer options, schedules and the fp16 loss scale at the start of round ``number``."""
         self._number, self._is_planned = number, self._by_step is None
         self._options: Options = [
             [copied_options(g) for g in each.param_groups] for each in self._optimizers
@@ -91,25 +91,25 @@ class RoundStart:
 
     @property
     def options(self) -> Options:
-        """Options of the optimizers at the start of the round; read-only."""
+        """Options of all optimizers' parameter groups at the start of the round; read-only."""
         self._plan()
         return self._options
 
     @property
     def by_step(self) -> list[dict[str, list[Any]]]:
-        """Options that change from local step to local step: lists by name, for every group; else empty."""
+        """Options that change within a round, per parameter group: lists with a value per local step; else empty."""
         groups = [group.get(BY_STEP, {}) for of_one in self.options for group in of_one]
         return groups if any(groups) else []
 
     def set_by_step(self, by_step: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-        """Set the optimizers' options for each local step, as computed by the server."""
+        """Set the options for each local step, which the server has computed."""
         self.counts_steps = self._by_step is not None or bool(by_step)
         groups = [group for of_one in self._options for group in of_one]
         for group, values in zip(groups, by_step, strict=True) if by_step else ():
             group[BY_STEP] = {name: list(values[name]) for name in values if name in group}
 
     def _plan(self) -> None:
-        """Advance the schedules through the round's local steps, and record the options of each step."""
+        """Run the schedules through the round's local steps, and record the optimizer options in each step."""
         if self._is_planned or self._by_step is None:
             return
         self.put_back()
@@ -126,12 +126,12 @@ class RoundStart:
         self.put_back()
 
     def _steps_of_round(self) -> range:
-        """Return the numbers of the round's planned local steps, counted from 1 over the run."""
+        """Return the numbers of the round's local steps, counted from 1 at the start of the run."""
         count = 0 if self._by_step is None else self._by_step[0]
         return range(self._number * count + 1, (self._number + 1) * count + 1)
 
     def begin_step(self, step: int) -> None:
-        """Set the optimizer options of a client's local step; later steps than planned use the last ones."""
+        """Set the optimizer options for local step ``step``; steps beyond the planned ones use the last options."""
         for optimizer, noted in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, noted, strict=True):
                 for name, values in options.get(BY_STEP, {}).items():
@@ -144,23 +144,23 @@ class RoundStart:
             self._update_last_rates()
 
     def _update_last_rates(self) -> None:
-        """Update what the schedules' ``get_last_lr`` returns."""
+        """Make the schedules' ``get_last_lr`` return the optimizers' current learning rates."""
         for schedule in self._schedules:
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
     def end(self) -> None:
-        """Advance schedules that count local steps to the next round."""
+        """End the round: advance schedules that count local steps by one round."""
         if self._by_step is not None:
             for step in self._steps_of_round():
                 self._by_step[1](step)
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:
-        """Context in which the optimizers have the options of another round.
+        """Context in which the optimizers use the options recorded in another round.
 
         Args:
-            options: options of the other round; None for those of this round.
+            options: options of the other round; None for this round's options.
         """
         if options is None:
             yield
@@ -175,7 +175,7 @@ class RoundStart:
             self.put_back()
 
     def put_back(self) -> None:
-        """Reset optimizers, schedules and scale to the start of the round.
+        """Reset optimizers, schedules and fp16 loss scale to their values at the start of the round.
 
         Raises:
             ConfigurationError: if an optimizer has changed a tensor that is not in ``optimizer.state``.
@@ -201,7 +201,7 @@ class RoundStart:
         self.set_scale(self._scale)
 
     def scale(self) -> dict[str, Any] | None:
-        """Return the state of the fp16 gradient scaler; None without one."""
+        """Return the state of the fp16 gradient scaler; None without a scaler."""
         return None if self.scaler is None else self.scaler.state_dict()
 
     def set_scale(self, state: dict[str, Any] | None) -> None:
@@ -217,7 +217,7 @@ class RoundStart:
 
 
 def copied_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a parameter group's options, without parameters and options by local step."""
+    """Copy a parameter group's options, except the parameters and the lists of values per local step."""
     # a learning rate may be a tensor, which optimizers and schedules change in place
     return {
         key: value.clone() if isinstance(value, Tensor) else value
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tensors(optimizer: Optimizer) -> list[tuple[str, Tensor, int]]:
-    """Return (attribute, tensor, version) for tensors that a foreign optimizer keeps outside its state."""
+    """Return (attribute, tensor, version) of tensors that a third-party optimizer keeps outside its ``state``."""
     params = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = []
     for name, value in vars(optimizer).items():

@@ -31,27 +31,27 @@ def is_number(tensor: Tensor) -> bool:
 
 
 def candidates(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that may be client state: real and complex buffers and frozen parameters, by name."""
+    """Return the tensors that the server can average as client state: non-integer buffers and frozen parameters."""
     params = {n: p for n, p in module.named_parameters() if not p.requires_grad}
     named: dict[str, Tensor] = dict(module.named_buffers()) | dict(params)
     return {name: tensor for name, tensor in named.items() if is_number(tensor)}
 
 
 def whole_numbers(module: nn.Module) -> list[Tensor]:
-    """Return the integer and bool buffers and frozen parameters, which are not averaged."""
+    """Return integer and bool buffers and frozen parameters, which the server does not average."""
     frozen = (param for param in module.parameters() if not param.requires_grad)
     return [t for t in (*module.buffers(), *frozen) if not is_number(t)]
 
 
 def state_space(module: nn.Module, names: Collection[str], without: Collection[str] = ()) -> Space:
-    """Return the layout of a client's state, of the named tensors except those in ``without``."""
+    """Return the layout of the client state: the tensors in ``names`` except those in ``without``."""
     named: dict[str, Tensor] = dict(module.named_buffers()) | dict(module.named_parameters())
     chosen = frozenset(names) - frozenset(without)
     return Space({name: tensor for name, tensor in named.items() if name in chosen})
 
 
 class Constants:
-    """Detects changes of tensors that local training must not change, by checksums.
+    """Checksums of tensors that must stay constant in local training, to detect changes.
 
     Args:
         tensors: tensors by name, with their original values.
@@ -72,7 +72,7 @@ class Constants:
         self._sums = self._now()
 
     def _now(self) -> list[Any]:
-        """Return the sum of each tensor's bits, which changes with the tensor and needs no copy of it."""
+        """Return a checksum of each tensor: the sum of its elements' bits as integers."""
         with torch.no_grad():
             tensors = [tensor.detach() for tensor in self._tensors.values()]
             sums = [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
@@ -85,14 +85,14 @@ class Constants:
 
 
 def memory_of(tensors: Collection[Tensor]) -> list[Any]:
-    """Return addresses and shapes of tensors; empty inside `vmap` and the compiler, where tensors have none."""
+    """Return the memory addresses and shapes of tensors; empty under `vmap` and `torch.compile`."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return []
     return [*map(Tensor.data_ptr, tensors), *map(Tensor.size, tensors)]
 
 
 class ModuleTensors:
-    """Record of a module's tensors, their memory, and which parameters are trainable.
+    """Record of a module's tensor objects, their memory, and which parameters are trainable.
 
     ``self.centre = 0.9 * self.centre + …`` replaces a buffer by another tensor, and ``self.centre.data =
     …`` replaces its memory: `restore_memory` undoes both and keeps the new values. A module that steps its
@@ -119,7 +119,7 @@ class ModuleTensors:
         self.note()
 
     def note(self) -> None:
-        """Record all tensors and their memory, and which parameters are trainable."""
+        """Record the module's tensor objects and their memory, and which parameters are trainable."""
         places: list[tuple[str, Any, str, Tensor]] = [
             (f"{path}.{name}" if path else name, members, name, tensor)
             for path, part in self._module.named_modules()
@@ -142,7 +142,7 @@ class ModuleTensors:
         self._now = memory_of(self._tensors)
 
     def freeze_again(self) -> None:
-        """Restore ``requires_grad`` of every parameter, and call `restore_memory`.
+        """Restore every parameter's ``requires_grad`` and memory, after a step that froze or unfroze parameters.
 
         Raises:
             ConfigurationError: if a frozen parameter has trained, or as in `restore_memory`.
@@ -163,7 +163,7 @@ class ModuleTensors:
                 param.requires_grad_(trains)
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors whose memory, shape or dtype has changed, each with its recorded memory."""
+        """Return each tensor whose memory, shape or dtype has changed, with the recorded memory."""
         pairs = zip(self._tensors, self._memory, strict=True)
         return [
             (tensor, memory)
@@ -173,7 +173,7 @@ class ModuleTensors:
         ]
 
     def restore_memory(self) -> None:
-        """Put the recorded tensors and their memory back into the module, with the module's current values.
+        """Undo the replacement of tensors or their memory by training, and keep the current values.
 
         Raises:
             ConfigurationError: if a tensor was removed or its shape has changed.
@@ -207,7 +207,7 @@ class ModuleTensors:
                 tensor.copy_(present)
 
     def put_back(self) -> None:
-        """Restore the recorded tensors, their memory and ``requires_grad``, e.g. after an error.
+        """Restore the recorded tensor objects, memory and ``requires_grad``, e.g. after an error.
 
         Current values may be lost.
         """
@@ -229,19 +229,19 @@ def _misfit(path: str, shape: torch.Size, present: object) -> str:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none of its own, e.g. on the meta device."""
+    """Return the address of a tensor's memory; 0 for tensors without memory, e.g. on the meta device."""
     is_plain = tensor.layout == torch.strided and not tensor.is_meta and not is_lazy(tensor)
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
 def read_tensor(device: str | None, tensor: Tensor) -> list[Any]:
-    """Return the values (on a device if given), ``requires_grad`` and gradient of a tensor."""
+    """Return a tensor's values (moved to ``device`` if given), ``requires_grad`` and gradient."""
     grad = tensor.grad if tensor.is_leaf else None
     return [tensor.detach().to(device or tensor.device), tensor.requires_grad, grad]
 
 
 def write_tensor(tensor: Tensor, before: list[Any], memory: Tensor) -> None:
-    """Restore a result of `read_tensor`, and the memory of the tensor."""
+    """Restore a tensor from the result of `read_tensor`, in its former memory."""
     with torch.no_grad():
         tensor.data = memory
         tensor.copy_(before[0])

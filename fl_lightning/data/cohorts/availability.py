@@ -38,7 +38,7 @@ class Availability(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Stretches(Ranged):
-    """Every client is available, or unavailable, for a number of rounds in a row.
+    """Keeps each client available, or unavailable, for several rounds in a row.
 
     Args:
         fraction: probability that a client is available in a round, in (0, 1]; 1 means always.
@@ -55,7 +55,7 @@ class Stretches(Ranged):
     length: int = 10
 
     def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
-        """Return True for available clients, bool of shape (num_clients,)."""
+        """Return which clients are available in a round, bool of shape (num_clients,)."""
         offsets = numpy_generator(seed, "stretch offsets").integers(self.length, size=num_clients)
         stretch, place = divmod(round_index, self.length)
         # a client's stretches begin at its offset: before it, the client is still in the last stretch
@@ -70,7 +70,7 @@ class Stretches(Ranged):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Diurnal(Ranged):
-    """A client's probability of being available follows the time of day.
+    """Varies each client's probability of being available by the time of day, as a sine.
 
     Args:
         mean: mean probability over the day, in (0, 1].
@@ -106,7 +106,7 @@ class Diurnal(Ranged):
             )
 
     def available(self, round_index: int, num_clients: int, seed: int) -> IsAvailable:
-        """Return True for available clients, bool of shape (num_clients,)."""
+        """Return which clients are available in a round, bool of shape (num_clients,)."""
         clocks = self.spread * numpy_generator(seed, "clocks").random(num_clients)
         hour = 2 * math.pi * (round_index / self.period + clocks)
         probabilities = self.mean + self.amplitude * np.sin(hour)
@@ -117,15 +117,15 @@ class Diurnal(Ranged):
 @final
 @dataclass(frozen=True)
 class AvailableCohort(Cohort):
-    """Draws the cohort from the available clients, by any sampler.
+    """Draws a round's clients by another cohort sampler, but only from the clients available in that round.
 
     If fewer clients are available than the sampler draws, all of them are in the round. If no client is
     available, the round is empty and the model does not change. If all are available, the draw is that of
     the sampler. If one AvailableCohort is the sampler of another, clients must be available in both.
 
     Args:
-        sampler: sampler of the cohort.
-        availability: availability of the clients.
+        sampler: cohort sampler that draws from the available clients.
+        availability: model of which clients are available in each round.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -159,7 +159,7 @@ class AvailableCohort(Cohort):
         return self.sampler.candidates(round_index, available, seed)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return distinct ids of available clients.
+        """Return the ids of the round's clients, which are distinct and available.
 
         Raises:
             ConfigurationError: if the sampler draws clients that are not available.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
@@ -77,17 +78,17 @@ class Cohort(ABC):
 
     @property
     def coin(self) -> float | None:
-        """Probability in (0, 1] with which each client joins independently; None for other draws."""
+        """Probability in (0, 1] with which each client joins a round independently; None if the sampler draws otherwise."""
         return None
 
     @property
     def redrawn_below(self) -> int:
-        """Size below which a cohort is drawn again; 0 for never. Above 0, draws of clients are not independent."""
+        """Size below which a cohort is drawn again; 0 for never. Above 0, clients do not join independently."""
         return 0
 
     @property
     def needs_fresh_losses(self) -> bool:
-        """True if the draw needs the losses of the `candidates` on the current model.
+        """True if the sampler needs the current model's losses at its `candidates`.
 
         The federation writes these losses into `Population.losses`, at the cost of a forward pass over
         the candidates' training examples.
@@ -96,20 +97,20 @@ class Cohort(ABC):
 
     @property
     def traits(self) -> Traits:
-        """Traits of this part."""
+        """Conditions that this sampler needs or breaks; they decide with which options it can be combined."""
         return _OF_FRESH_LOSSES | _OF_COHORTS if self.needs_fresh_losses else _OF_COHORTS
 
     @property
     def loss_batches(self) -> int | None:
-        """Number of batches per client from which its loss on the current model is computed; None for all."""
+        """Number of a client's batches from which its loss on the current model is computed; None for all batches."""
         return None
 
     @abstractmethod
     def expected_size(self, num_clients: int) -> int:
-        """Return the fixed or expected number of clients in a round, ≥ 1."""
+        """Return the number of clients in a round, ≥ 1; if it varies, the expected number."""
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the clients whose losses on the current model are needed; none by default."""
+        """Return the clients whose losses on the current model the sampler needs; none by default."""
         return np.empty(0, np.int64)
 
     @abstractmethod
@@ -125,7 +126,7 @@ _OF_THE_DRAW = ("coin", "redrawn_below", "is_uniform", "is_fixed_in_advance")
 
 
 def _position(cls: type, name: str) -> int:
-    """Position in a class's MRO of the base that defines a name."""
+    """Return the position, in a class's method resolution order, of the first class that defines a name."""
     return next(number for number, base in enumerate(cls.__mro__) if name in vars(base))
 
 
@@ -134,7 +135,7 @@ _FRACTION = "in (0, 1]: it is the share of all clients in a round. Use size for 
 
 @dataclass(frozen=True, kw_only=True)
 class SizedCohort(Ranged, Cohort):
-    """Base of cohorts with a fixed number of clients.
+    """Base of cohort samplers that draw a fixed number of clients, or all available clients if these are fewer.
 
     Args:
         fraction: share of all clients, in (0, 1]; rounded to the nearest number of clients.
@@ -188,7 +189,7 @@ class SizedCohort(Ranged, Cohort):
         return size
 
     def size_among(self, population: Population) -> int:
-        """Return `expected_size`, or the number of available clients if it is smaller."""
+        """Return the cohort's size: `expected_size`, or the number of available clients if it is smaller."""
         return min(self.expected_size(population.num_clients), population.num_available)
 
 
@@ -214,8 +215,8 @@ class UniformCohort(SizedCohort):
     is_uniform: ClassVar[bool] = True
     is_fixed_in_advance: ClassVar[bool] = True
 
+    @override
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return `expected_size` distinct client ids, or all that are available."""
         num_available, size = population.num_available, self.size_among(population)
         if is_secret(seed):
             lots = uniform_stream(seed, "cohort", round_index, size=num_available)
@@ -253,21 +254,21 @@ class PoissonCohort(Ranged, Cohort):
     min_size: int = 0
 
     @property
+    @override
     def coin(self) -> float:
-        """Probability that a client takes part."""
         return self.fraction
 
     @property
+    @override
     def redrawn_below(self) -> int:
-        """Size below which a cohort is drawn again."""
         return self.min_size
 
+    @override
     def expected_size(self, num_clients: int) -> int:
-        """Return the expected number of clients, at least 1."""
         return max(1, round(self.fraction * num_clients))
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the sampled clients, increasing.
+        """Return the ids of the sampled clients, in increasing order.
 
         Raises:
             ConfigurationError: if ``min_size`` was not reached in 1000 draws.
@@ -297,10 +298,10 @@ class AllClients(Cohort):
     is_fixed_in_advance: ClassVar[bool] = True
     has_fixed_size: ClassVar[bool] = True
 
+    @override
     def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients."""
         return num_clients
 
+    @override
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return all ids."""
         return population.available_ids

@@ -22,7 +22,7 @@ _COLUMNS = {"losses": np.nan, "last_rounds": NEVER, "durations": np.nan}
 
 
 class Population:
-    """The server's information about all clients.
+    """The server's record of every client: number of examples, last loss, last round, last duration.
 
     Args:
         num_examples: training examples of each client, shape (num_clients,).
@@ -53,7 +53,7 @@ class Population:
 
     @property
     def num_clients(self) -> int:
-        """Number of clients, sampled or not."""
+        """Number of all clients, available or not."""
         return len(self.num_examples)
 
     @property
@@ -64,13 +64,13 @@ class Population:
 
     @property
     def available_ids(self) -> ClientIds:
-        """Clients that can be sampled, increasing."""
+        """Ids of the clients that can be sampled, in increasing order."""
         if self.is_available is None:
             return np.arange(self.num_clients)
         return np.flatnonzero(self.is_available)
 
     def restricted(self, is_available: npt.NDArray[np.bool_]) -> Population:
-        """Return the same information, with only the given clients available."""
+        """Return the same record of clients, in which only the given clients can be sampled."""
         if self.is_available is not None:
             is_available = is_available & self.is_available
         other = copy.copy(self)
@@ -85,7 +85,7 @@ class Population:
         losses: Mapping[int, float],
         durations: Mapping[int, float] | None = None,
     ) -> None:
-        """Record the results of a round.
+        """Record the losses and durations of a round's clients.
 
         Args:
             clients: clients of the cohort.
@@ -100,7 +100,7 @@ class Population:
             known[list(seen)] = np.where(np.isfinite(values), values, np.nan)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the information about every client that was sampled or has a known loss, as tensors."""
+        """Return, as tensors, the record of every client that was sampled or has a known loss."""
         known = np.flatnonzero((self.last_rounds != NEVER) | ~np.isnan(self.losses))
         columns = {name: getattr(self, name)[known] for name in _COLUMNS}
         return {"clients": torch.from_numpy(known)} | {
@@ -108,7 +108,7 @@ class Population:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace all information by that of a `state_dict`."""
+        """Replace the record of all clients by that of a `state_dict`."""
         for name, unknown in _COLUMNS.items():
             column = getattr(self, name)
             column[:] = unknown

@@ -71,15 +71,15 @@ class BySizeCohort(SizedCohort):
         [3, 4]
     """
 
+    @override
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return `expected_size` distinct client ids, or all that are available."""
         size = self.expected_size(population.num_clients)
         return _draw_by_size(size, round_index, population, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCohort(SizedCohort):
-    """Base of cohorts drawn by loss, last known or fresh (of the `candidates`, on the current model)."""
+    """Base of samplers that draw clients by loss: the last known loss, or a fresh loss on the current model."""
 
     ranges: ClassVar[dict[str, str]] = {"loss_batches": "at least 1 batch"}
 
@@ -122,8 +122,8 @@ class ByLossCohort(LossCohort):
 
     temperature: float = 1.0
 
+    @override
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
         losses = population.losses[ids]
         highest = np.nanmax(losses) if not np.isnan(losses).all() else 0.0
@@ -135,7 +135,7 @@ class ByLossCohort(LossCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerOfChoiceCohort(LossCohort):
-    """Draws d candidates by size, and of these selects the m with the highest loss; ties at random.
+    """Draws d candidates, larger clients with higher probability, and selects from them the m with the highest loss.
 
     An unknown loss counts as the highest. With d = m it draws the same clients as `BySizeCohort`. The size
     options are those of `UniformCohort`.
@@ -162,8 +162,8 @@ class PowerOfChoiceCohort(LossCohort):
     num_candidates: int
     losses: Losses = "fresh"
 
+    @override
     def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
         size = super().expected_size(num_clients)
         if not size <= self.num_candidates <= num_clients:
             raise ConfigurationError(
@@ -178,8 +178,8 @@ class PowerOfChoiceCohort(LossCohort):
             return np.empty(0, np.int64)
         return _draw_by_size(self.num_candidates, round_index, population, seed)
 
+    @override
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return `expected_size` distinct client ids, or all that are available."""
         size = self.expected_size(population.num_clients)
         drawn = _draw_by_size(self.num_candidates, round_index, population, seed)
         losses = np.nan_to_num(population.losses[drawn], nan=np.inf)
@@ -223,7 +223,7 @@ def weighted_draw(log_weights: Numbers, size: int, generator: np.random.Generato
 
 
 def log_of(weights: npt.NDArray[np.generic]) -> Numbers:
-    """Logarithms of weights ≥ 0; -inf for 0."""
+    """Return the logarithms of weights ≥ 0; -inf for weight 0."""
     with np.errstate(divide="ignore"):
         logs: Numbers = np.log(weights.astype(np.float64))
     return logs
@@ -244,8 +244,8 @@ class RoundRobinCohort(SizedCohort):
 
     is_fixed_in_advance: ClassVar[bool] = True
 
+    @override
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return `expected_size` distinct client ids, or all that are available."""
         size = self.expected_size(population.num_clients)
         start = round_index * size % population.num_clients
         ids = population.available_ids
@@ -256,7 +256,7 @@ class RoundRobinCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class LeastRecentCohort(SizedCohort):
-    """Selects a fixed number of clients: those sampled longest ago; ties at random.
+    """Selects a fixed number of clients, those sampled longest ago; random among equals.
 
     If all n clients are available, each is sampled again after at most ⌈n / m⌉ rounds.
 
@@ -269,8 +269,8 @@ class LeastRecentCohort(SizedCohort):
         [0, 2]
     """
 
+    @override
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
         size = self.size_among(population)
         if not size:
@@ -320,8 +320,8 @@ class OortCohort(SizedCohort):
     cut_off: float = 0.95
     clip_quantile: float = 0.95
 
+    @override
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
         size = self.size_among(population)
         is_seen = population.last_rounds[ids] != NEVER
@@ -342,7 +342,7 @@ class OortCohort(SizedCohort):
         return np.sort(np.concatenate([exploited, explored]))
 
     def utilities(self, round_index: int, population: Population, clients: ClientIds) -> Numbers:
-        """Utility of each of the given clients, ≥ 0; all of them must have been sampled before."""
+        """Return Oort's utility of each given client, ≥ 0; all of them must have been sampled before."""
         if not len(clients):
             return np.empty(0)
         losses = np.nan_to_num(population.losses[clients])  # a failed client has no loss

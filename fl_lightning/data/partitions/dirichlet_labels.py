@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, check_range
 from fl_lightning.core.seeds import numpy_generator
@@ -36,7 +37,7 @@ MAX_DRAWN_SHARES = 20_000_000
 @final
 @dataclass(frozen=True, kw_only=True)
 class DirichletPerClass(Partition):
-    """Every class is spread over the clients with its own draw from Dir_K(alpha).
+    """Spreads each class over the K clients in shares drawn from a Dirichlet distribution, Dir_K(alpha).
 
     Clients differ in size as well as in classes. The draw is repeated until every client has
     ``min_examples``.
@@ -60,8 +61,8 @@ class DirichletPerClass(Partition):
         check_concentration(self.alpha)
         check_range("min_examples", self.min_examples, "at least 1")
 
+    @override
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         rng = numpy_generator(seed, "partition", num_clients)
@@ -89,7 +90,7 @@ class DirichletPerClass(Partition):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DirichletPerClient(Partition):
-    """Every client draws its own mix of classes from Dir(alpha · prior); all are equally large.
+    """Gives every client its own mix of classes, drawn from Dir(alpha · class frequencies); all clients are equally large.
 
     Sizes differ by at most one. One client after the other draws its examples without replacement; if a class is exhausted, the
     client's mix is renormalised over the others. So the last clients get the remaining examples.
@@ -109,8 +110,8 @@ class DirichletPerClient(Partition):
     def __post_init__(self) -> None:
         check_concentration(self.alpha)
 
+    @override
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         rng = numpy_generator(seed, "partition", num_clients)
@@ -126,7 +127,7 @@ class DirichletPerClient(Partition):
 def _draw_client(
     concentration: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Number of examples of each class that a client draws from those that are left, shape (num_classes,).
+    """Draw one client's examples from those left over; return how many of each class, shape (num_classes,).
 
     It draws a mix of classes, then ``size`` examples one by one. An exhausted class leaves the mix.
 

@@ -34,6 +34,7 @@ from typing import ClassVar, final
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix, hstack
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, Ranged
 from fl_lightning.core.seeds import numpy_generator
@@ -52,7 +53,7 @@ MAX_GRAPHS = 16  # nearly always the first or second allows equal sizes
 @final
 @dataclass(frozen=True, kw_only=True)
 class LabelShards(Ranged, Partition):
-    """Every client has exactly ``classes_per_client`` classes; all clients are equally large.
+    """Gives every client examples of exactly ``classes_per_client`` classes; clients are as equally large as possible.
 
     The number of clients of a class is proportional to its size; a random bipartite graph assigns
     them. Sizes differ by at most one if one of the drawn graphs allows it. Otherwise (one class per
@@ -73,8 +74,8 @@ class LabelShards(Ranged, Partition):
 
     classes_per_client: int
 
+    @override
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         classes, class_sizes = classes_of(labels, type(self).__name__)
         self._check(class_sizes, num_clients)
@@ -107,7 +108,7 @@ class LabelShards(Ranged, Partition):
 def _most_even(
     class_sizes: np.ndarray, slots: np.ndarray, num_clients: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw classes for each client several times; return the most even counts, (num_clients, num_classes)."""
+    """Assign classes to clients several times; return the counts (num_clients, num_classes) with the most equal clients."""
     found = []
     for _ in range(MAX_GRAPHS if slots.sum() > num_clients else 1):  # one class each: all alike
         counts = even_counts(draw_holders(slots, num_clients, rng), class_sizes)
@@ -120,7 +121,7 @@ def _most_even(
 def class_slots(
     class_sizes: np.ndarray, num_clients: int, classes_per_client: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Number of clients of each class, proportional to its size, in [1, num_clients].
+    """Return how many clients get each class: in proportion to its examples, in [1, num_clients].
 
     Adams' divisor rule: the next slot goes to the class with the most examples per slot so far,
     which minimises the largest client if clients have one class. No class gets more slots than it has
@@ -140,7 +141,7 @@ def class_slots(
 
 
 def draw_holders(slots: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the distinct classes of each client, shape (num_clients, classes_per_client).
+    """Draw each client's classes, all different, given how many clients get each; (num_clients, classes_per_client).
 
     Each client in turn gets the classes with most slots left, ties at random, so that no slot is left
     at the end.
@@ -159,7 +160,7 @@ def draw_holders(slots: np.ndarray, num_clients: int, rng: np.random.Generator) 
 
 
 def even_counts(holders: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
-    """Number of examples of each class at each client, by the linear program of `LabelShards`.
+    """Compute how many examples of each class each client gets, so that clients are as equally large as possible.
 
     Args:
         holders: the classes of each client, shape (num_clients, classes_per_client).
@@ -200,7 +201,7 @@ def even_counts(holders: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
 
 
 def size_excess(counts: np.ndarray) -> int:
-    """Sum over clients of the distance of their sizes from [⌊N/K⌋, ⌈N/K⌉]; 0 for equal sizes.
+    """Return how unequal client sizes are: their summed distances from [⌊N/K⌋, ⌈N/K⌉]; 0 for equal sizes.
 
     Example:
         >>> size_excess(np.array([[2, 0], [3, 2]]))
@@ -213,7 +214,7 @@ def size_excess(counts: np.ndarray) -> int:
 
 
 def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
-    """Sparse matrix whose column j has a 1 in the rows ``rows[j] for rows in rows_of_columns``."""
+    """Return a sparse 0/1 matrix whose column j has a 1 in row ``rows[j]``, for each array in ``rows_of_columns``."""
     num_columns = len(rows_of_columns[0])
     rows = np.concatenate(rows_of_columns)
     columns = np.tile(np.arange(num_columns), len(rows_of_columns))
@@ -223,7 +224,7 @@ def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
 @final
 @dataclass(frozen=True, kw_only=True)
 class McMahanShards(Ranged, Partition):
-    """Gives every client some pieces of the examples sorted by label (McMahan et al.).
+    """Sorts examples by label, cuts them into equal pieces, and gives every client some pieces (McMahan et al.).
 
     The sorted examples are cut into equal pieces, which are distributed at random. A client has few classes, but no fixed number: a piece may contain two classes, and two pieces may
     have the same class. `LabelShards` fixes the number.
@@ -242,8 +243,8 @@ class McMahanShards(Ranged, Partition):
 
     shards_per_client: int = 2
 
+    @override
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         num_pieces, num_examples = num_clients * self.shards_per_client, len(labels)
         if num_pieces > num_examples:

@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Protocol, final
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, Ranged, check_range
 from fl_lightning.core.seeds import numpy_generator
@@ -65,7 +66,7 @@ class Partition(Protocol):
 
     # Any: the command line compares annotations by letter, and these may say list or FlatShards
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> Any:
-        """Return one integer array of positions in ``labels`` per client: a disjoint cover.
+        """Return an integer array of example indices for each client; every example is in exactly one array.
 
         A list of arrays, or for many clients `FlatShards`.
 
@@ -83,7 +84,7 @@ class Partition(Protocol):
 @final
 @dataclass(frozen=True)
 class IID(Partition):
-    """Every client gets a random sample of the examples; sizes differ by at most one.
+    """Gives every client a random sample of the examples; the clients' sizes differ by at most one.
 
     Example:
         >>> shards = IID().assign(np.zeros(10), num_clients=3, seed=0)
@@ -93,8 +94,8 @@ class IID(Partition):
 
     uses_labels: ClassVar[bool] = False
 
+    @override
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
         return shards_of(rng.permutation(len(labels)) % num_clients, num_clients)
@@ -103,7 +104,7 @@ class IID(Partition):
 @final
 @dataclass(frozen=True)
 class NaturalPartition(Partition):
-    """One client per distinct value of an attribute of the examples, e.g. the writer of a letter.
+    """Makes one client for each distinct value of a column, e.g. for each writer of handwritten letters.
 
     Clients are numbered in the sorted order of the values; there are no random draws.
 
@@ -124,11 +125,11 @@ class NaturalPartition(Partition):
             raise ConfigurationError("attribute must name a column of the data, got an empty text")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the positions of the examples of each client; ``labels`` are the values of the attribute."""
+        """Return the indices of each client's examples; ``labels`` are the column's values, one per example."""
         check_sizes(labels, num_clients)
         if labels.dtype.kind == "f" and len(broken := labels[labels != np.floor(labels)]):
             raise ConfigurationError(
-                f"attribute must name owners, by text or whole number, and {name_of(self.attribute)} holds "
+                f"attribute must name owners, by text or whole number, and {name_of(self.attribute)} has "
                 f"real numbers such as {broken[0]:g}: give another column"
             )
         values, owner = np.unique(labels, return_inverse=True)
@@ -164,7 +165,7 @@ examples, 3, got 5: more clients than examples. Lower num_clients or use more da
 
 
 def check_smallest(min_examples: int, num_clients: int, total: int) -> None:
-    """Raise ConfigurationError if there are too few examples for ``min_examples`` of each client."""
+    """Raise ConfigurationError if there are too few examples to give each client ``min_examples``."""
     if min_examples * num_clients > total:
         raise ConfigurationError(
             f"min_examples must be at most {total // num_clients} ({total} examples over "
@@ -173,7 +174,7 @@ def check_smallest(min_examples: int, num_clients: int, total: int) -> None:
 
 
 def check_concentration(alpha: float) -> None:
-    """Raise ConfigurationError if ``alpha``, of a Dirichlet distribution, is too small or too large."""
+    """Raise ConfigurationError if ``alpha`` of a Dirichlet distribution is too small or too large to compute with."""
     if not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise ConfigurationError(
             f"alpha must be in [{MIN_ALPHA:g}, {MAX_ALPHA:g}], got {alpha}: a small alpha makes clients differ, a "
@@ -182,7 +183,7 @@ def check_concentration(alpha: float) -> None:
 
 
 def shards_of(owner: np.ndarray, num_clients: int) -> FlatShards:
-    """Return each client's positions, ascending, given the owner of every position.
+    """Return the indices of each client's examples, ascending, given the client that owns each example.
 
     Example:
         >>> list(shards_of(np.array([1, 0, 1]), num_clients=2))
@@ -193,7 +194,7 @@ def shards_of(owner: np.ndarray, num_clients: int) -> FlatShards:
 
 
 def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> FlatShards:
-    """Distribute the examples of each class at random, ``counts[i, c]`` of class c to client i.
+    """Give client i ``counts[i, c]`` examples of class c, chosen at random.
 
     Args:
         counts: shape (num_clients, num_classes); column c sums to the size of class c.
@@ -214,7 +215,7 @@ def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> F
 
 
 def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarray:
-    """Sizes of equal parts of ``total``, within one of each other; which are larger is drawn at random.
+    """Divide ``total`` into integers that differ by at most one, in random order.
 
     Example:
         >>> sorted(even_sizes(7, 3, np.random.default_rng(0)).tolist())
@@ -224,7 +225,7 @@ def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarr
 
 
 def stratified_split(targets: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Split the indices of examples into kept and held-out indices, both ascending.
+    """Hold out the same fraction of every class; return the kept and the held-out indices, both ascending.
 
     Args:
         targets: the class of each example, shape (N,).
@@ -258,7 +259,7 @@ def _rounded(exact: np.ndarray, total: int) -> np.ndarray:
 @final
 @dataclass(frozen=True, kw_only=True)
 class DirichletSizes(Partition):
-    """Clients of unequal sizes, drawn from a symmetric Dirichlet distribution; examples at random.
+    """Gives clients unequal numbers of random examples; the sizes follow a symmetric Dirichlet distribution.
 
     Args:
         alpha: concentration, > 0: at 1e6 sizes are nearly equal, at 0.1 few clients have most examples.
@@ -279,8 +280,8 @@ class DirichletSizes(Partition):
         check_concentration(self.alpha)
         check_range("min_examples", self.min_examples, "at least 1")
 
+    @override
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
         shares = rng.dirichlet(np.full(num_clients, self.alpha))
@@ -290,7 +291,7 @@ class DirichletSizes(Partition):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerLawSizes(Ranged, Partition):
-    """Clients whose sizes fall as a power of their rank, drawn at random; examples at random.
+    """Gives clients random examples, in numbers that fall as a power of the client's rank; ranks are random.
 
     Args:
         exponent: exponent ≥ 0: 0 gives equal sizes, 1 makes the second client half as large as the
@@ -312,8 +313,8 @@ class PowerLawSizes(Ranged, Partition):
     exponent: float
     min_examples: int = 1
 
+    @override
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
-        """Return the positions of the examples of each client."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
         shares = np.arange(1.0, num_clients + 1) ** -self.exponent
@@ -322,7 +323,7 @@ class PowerLawSizes(Ranged, Partition):
 
 
 def proportional_sizes(shares: np.ndarray, total: int, min_examples: int) -> np.ndarray:
-    """Sizes of clients in proportion to ``shares``: integers ≥ ``min_examples`` that sum to ``total``.
+    """Compute client sizes in proportion to ``shares``: integers ≥ ``min_examples`` that sum to ``total``.
 
     Args:
         shares: shape (num_clients,), ≥ 0, any positive sum.

@@ -17,7 +17,7 @@ from fl_lightning.data.sources.source import Loaded, Source
 
 @final
 class Arrays(Source):
-    """Inputs and targets in arrays, one row per example.
+    """Reads inputs and targets from arrays or tensors with one row per example.
 
     Floating-point inputs are converted to float32. Targets that are strings become class numbers.
     Targets with several numbers per row, e.g. masks of a segmentation, are unchanged.
@@ -83,7 +83,7 @@ class Arrays(Source):
 
 
 def _found(file: str | None, option: str, value: Any) -> Any:
-    """Return the given array, or the array of this name in the file."""
+    """Return an option's array: the array itself, or the one that the option names in the .npz file."""
     if not isinstance(value, str):
         return value
     if file is None:

@@ -31,7 +31,7 @@ Pieces = list[tuple[str, bool]]  # (text, True if its tokens are labels)
 
 
 class Completions(DatasetSource):
-    """Prompts with completions, or conversations, as tokens for `fl_lightning.models.CausalLM`.
+    """Tokenizes prompts with completions, or conversations, to train `fl_lightning.models.CausalLM`.
 
     All columns can be used for partitions. A further column, ``answer_tokens``, is the number of tokens of each example that the loss counts.
 
@@ -167,7 +167,7 @@ def _conversation(tokenizer: Any, messages: Any) -> Pieces:
 
 
 def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the text up to each of the assistant's messages, without and with the message."""
+    """Yield, for each assistant message, the conversation's text before the message and the text including it."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -179,7 +179,7 @@ def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Iterator[tu
 def _encoded(
     tokenizer: Any, pieces: Pieces, max_length: int, mask_prompts: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens and the labels of an example, both int32 of shape (L,).
+    """Tokenize the pieces of one example, and return its tokens and labels, both int32 of shape (L,).
 
     Each piece is tokenized separately, so that a prompt has the same tokens as in generation.
     """
@@ -196,7 +196,7 @@ def _encoded(
 
 @final
 class TokenRows(StoredRows):
-    """Tokenized examples of different lengths, in memory.
+    """Data set of tokenized examples in memory, which pads or packs their different lengths in a batch.
 
     Args:
         examples: tokens and labels of each example, int32 of shape (L,).

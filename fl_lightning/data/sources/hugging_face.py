@@ -23,7 +23,7 @@ NAMES = {"val": "validation", "test": "test"}  # default names of splits
 
 
 class DatasetSource(Source, ABC):
-    """Base of the sources that read a ``datasets.Dataset``.
+    """Base of the data sources that read a data set of Hugging Face's library ``datasets``.
 
     Args:
         dataset: a ``Dataset`` or ``DatasetDict``; or a folder written by ``save_to_disk``; or a file
@@ -64,7 +64,7 @@ class DatasetSource(Source, ABC):
             self._read()
 
     def splits(self, columns: Sequence[str]) -> dict[str, Any]:
-        """Return the splits by purpose: ``train``, and ``val`` and ``test`` if there are such splits.
+        """Return the data set's splits by purpose: ``train``, and ``val`` and ``test`` if the set has them.
 
         Args:
             columns: columns that every split must have.
@@ -88,7 +88,7 @@ class DatasetSource(Source, ABC):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer.
+        """Tokenizer of the texts, which is loaded if the option gives its name.
 
         Raises:
             ConfigurationError: if it cannot be loaded.
@@ -133,7 +133,7 @@ class DatasetSource(Source, ABC):
         return self._loaded(datasets, dataset)
 
     def _loaded(self, datasets: Any, dataset: str) -> Any:
-        """Load the data set with this folder, file or name on the hub."""
+        """Load a data set from a folder, from a file, or by its name on the Hugging Face hub."""
         streams = self._max_examples is not None
         kind = FILES.get(Path(dataset).suffix)
         if kind is not None and not Path(dataset).is_file():
@@ -150,7 +150,7 @@ class DatasetSource(Source, ABC):
             ) from error
 
     def _first(self, split: Any) -> Any:
-        """Return the first examples of a split, in memory."""
+        """Return the first ``max_examples`` examples of a split, in memory."""
         import datasets
 
         assert self._max_examples is not None
@@ -177,7 +177,7 @@ class DatasetSource(Source, ABC):
 
 
 def column(split: Any, name: str) -> Any:
-    """Return the values of a column, one per example."""
+    """Return the values of a split's column, one per example."""
     return split.with_format(None)[name][:]
 
 
@@ -186,7 +186,7 @@ AT_ONCE = 1000  # texts tokenized at a time
 
 @final
 class HuggingFace(DatasetSource):
-    """A ``datasets.Dataset``, read into memory; all columns can be used for natural partitions.
+    """Reads a Hugging Face ``datasets.Dataset`` into memory; any of its columns can define the clients.
 
     - With ``text`` and a tokenizer, batches are dicts, for models of ``transformers``:
       ``model(**batch).loss``. The target is ``labels``. All texts are padded to the longest.
@@ -284,7 +284,7 @@ class HuggingFace(DatasetSource):
         return TensorRows([self._numbers(plain, seen), targets], columns)
 
     def _tokens(self, texts: Any, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tokenizer's outputs by name, each of shape (N, length)."""
+        """Tokenize the text columns, and return the tokenizer's outputs by name, each of shape (N, length)."""
         if getattr(self.tokenizer, "pad_token", "") is None:
             raise self._error(
                 "the tokenizer has no pad_token, which pads texts to one length: set "
@@ -308,7 +308,7 @@ class HuggingFace(DatasetSource):
         return {name: tokens[:, used] for name, tokens in whole.items()}
 
     def _pictures(self, pictures: Any, name: str) -> Tensor:
-        """Return the images, uint8 of shape (N, C, H, W)."""
+        """Return a column of images as one tensor, uint8 of shape (N, C, H, W)."""
         pixels: Tensor | None = None
         for place in range(len(pictures)):
             image = self._pixels(pictures[place][name])
@@ -341,7 +341,7 @@ class HuggingFace(DatasetSource):
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
 
     def _numbers(self, plain: Any, names: Sequence[str]) -> Tensor:
-        """Return the numbers, float32 of shape (N, F)."""
+        """Return columns of numbers as one tensor of features, float32 of shape (N, F)."""
         parts = []
         for name in names:
             try:

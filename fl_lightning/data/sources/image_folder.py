@@ -36,7 +36,7 @@ _IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @final
 class ImageFolder(ImageSource):
-    """Images from ``root/<train or test>/<class>/``, as RGB squares.
+    """Reads images from folders ``root/<train or test>/<class>/``, as squares in RGB.
 
     Augmentation is a random crop after padding by an eighth of `image_size` (4 pixels at 32, as
     usual for CIFAR), and a random horizontal flip.
@@ -133,7 +133,7 @@ def _decoded(paths: Sequence[Path], image_size: int, places: Tensor) -> Tensor:
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:
-    """Sorted names of the folders inside ``folder``, without hidden ones."""
+    """Return the sorted class names, i.e. the names of the folders inside ``folder`` that are not hidden."""
     found = folder.is_dir()
     inside = [path for path in folder.iterdir() if path.is_dir()] if found else []
     names = sorted(path.name for path in inside if not path.name.startswith("."))
@@ -146,7 +146,7 @@ def _class_names(folder: Path) -> tuple[str, ...]:
 
 
 def _image_paths(folder: Path) -> list[Path]:
-    """Sorted paths of the image files below ``folder``."""
+    """Return the sorted paths of all image files below ``folder``."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
     if not paths:
         raise ConfigurationError(
@@ -160,7 +160,7 @@ _NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
 def decode_images(paths: Sequence[Path], *, image_size: int) -> Tensor:
-    """Decode image files, uint8 of shape (N, 3, image_size, image_size).
+    """Decode image files to one tensor, uint8 of shape (N, 3, image_size, image_size).
 
     Raises:
         ConfigurationError: if a file cannot be read as an image.
@@ -191,7 +191,7 @@ _UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 
 def _decode(path: Path, image_size: int) -> np.ndarray:
-    """Decode one file, uint8 of shape (image_size, image_size, 3)."""
+    """Decode one image file to an array, uint8 of shape (image_size, image_size, 3)."""
     size = (image_size, image_size)
     try:
         with Image.open(path) as image:

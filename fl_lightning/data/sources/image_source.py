@@ -62,7 +62,7 @@ class ImageSource(Source, ABC):
             yield f"classes must be at least one number, all different, got {list(classes)}"
 
     def finished(self, examples: ImageRows, *, trains: bool) -> ImageRows:
-        """Keep the images of the chosen `classes`, resized; only training images are augmented.
+        """Return a set's images of the chosen `classes`, to be resized; only training images are augmented.
 
         Classes are selected after the split, so that the split does not depend on them.
         """
@@ -80,7 +80,7 @@ class ImageSource(Source, ABC):
 
 
 class ImageRows(StoredRows):
-    """Labelled images of one size with a pixel pipeline; see `ImageTensors` for an example.
+    """Labelled images of one size, converted to model inputs by a `PixelPipeline`; for example `ImageTensors`.
 
     Args:
         stored: function from numbers of images, int64 of shape (B,), to their bytes, uint8 of shape
@@ -103,11 +103,11 @@ class ImageRows(StoredRows):
 
     @property
     def images(self) -> Tensor:
-        """The bytes of all images, uint8, shape (N, C, H, W)."""
+        """Stored pixels of all images, uint8, shape (N, C, H, W)."""
         return self._stored(self._places)
 
     def through(self, pipeline: PixelPipeline) -> Self:
-        """Return the same images with another pixel pipeline."""
+        """Return a data set of the same images that another `PixelPipeline` converts to model inputs."""
         other = copy.copy(self)
         other.pipeline = pipeline
         return other
@@ -128,7 +128,7 @@ class ImageRows(StoredRows):
 
 @final
 class ImageTensors(ImageRows):
-    """Labelled images in memory, as bytes, with a pixel pipeline.
+    """Labelled uint8 images in memory, converted to model inputs by a `PixelPipeline`.
 
     Args:
         images: uint8, shape (N, C, H, W). 60,000 CIFAR images take 184 MB.

@@ -95,7 +95,7 @@ class Iris(Source):
 
 
 def _table(file: str, *, skiprows: int = 0) -> Tensor:
-    """Read a file of scikit-learn's package as a table, without importing scikit-learn, which takes a second."""
+    """Read a data file of the scikit-learn package as a table, without the slow import of scikit-learn."""
     scikit_learn = find_spec("sklearn")
     assert scikit_learn is not None  # a dependency of this package
     assert scikit_learn.origin is not None
@@ -120,12 +120,12 @@ class TorchvisionSource(ImageSource, ABC):
         self.root, self.download = root, download
 
     def prepare_data(self) -> None:
-        """Download missing files if `download` is set."""
+        """Download the data set's missing files if the option `download` is set."""
         if self.download:
             self._read(train=True, download=True)
 
     def torchvision_options(self) -> dict[str, Any]:
-        """Return further options of torchvision's data set."""
+        """Return further keyword arguments for torchvision's data set class; none by default."""
         return {}
 
     @override

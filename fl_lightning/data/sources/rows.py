@@ -64,11 +64,11 @@ class StoredRows(Dataset[Any], ABC):
 
     @property
     def is_deterministic(self) -> bool:
-        """True if `gather` always returns the same batch."""
+        """True if equal indices always give equal batches, i.e. without random augmentation."""
         return True
 
     def evaluation(self) -> Self:
-        """Return the same rows without augmentation."""
+        """Return this data set without augmentation, for evaluation."""
         return self
 
     def gather(self, indices: Tensor) -> Any:
@@ -86,7 +86,7 @@ class StoredRows(Dataset[Any], ABC):
 
     @property
     def column_names(self) -> list[str]:
-        """Names of the columns for partitions, without ``targets``, which is an attribute."""
+        """Names of the columns by which examples can be partitioned, except ``targets``, which is an attribute."""
         return [name for name in self._columns if name != "targets"]
 
     def __getitem__(self, index: int | str | Sequence[int] | Tensor) -> Any:
@@ -106,7 +106,7 @@ class StoredRows(Dataset[Any], ABC):
 
 @final
 class TensorRows(StoredRows):
-    """A data set of several tensors, of which a batch has some rows.
+    """Data set of several tensors with one row per example; a batch has some rows of each tensor.
 
     Args:
         parts: tensors with N rows, the targets last. Batches are dicts if the tensors have names, else
@@ -146,7 +146,7 @@ class TensorRows(StoredRows):
 
     @property
     def targets(self) -> Tensor:
-        """The targets, which are the last tensor."""
+        """Targets of the selected examples: rows of the last tensor."""
         return self._parts[-1][self._places]
 
     @override
@@ -163,7 +163,7 @@ MOST_WHOLE_CLASSES = 100  # more distinct integers may be quantities
 
 @dataclass(frozen=True)
 class Targets:
-    """Interpretation of a column of targets: as classes, with their values, or as real numbers.
+    """How a column of targets is read: as classes, with a value for each class, or as real numbers.
 
     Attributes:
         name: name of the column, for errors.
@@ -182,7 +182,7 @@ class Targets:
 
     @classmethod
     def of(cls, values: npt.NDArray[Any], kind: TargetKind | None, name: str) -> Self:
-        """Determine from the training values whether targets are classes or numbers.
+        """Decide, by the training examples' target values, whether targets are classes or real numbers.
 
         Args:
             values: shape (N,).
@@ -212,11 +212,11 @@ class Targets:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes by number; empty for real numbers."""
+        """Names of the classes by class number; empty if targets are real numbers."""
         return () if self.classes is None else tuple(map(str, self.classes.tolist()))
 
     def encode(self, values: npt.NDArray[Any], where: str) -> Tensor:
-        """Return targets of shape (N,): class numbers in int64, or numbers in float32.
+        """Convert target values, shape (N,): classes to class numbers in int64, real numbers to float32.
 
         Raises:
             ConfigurationError: for a class that the training examples do not have.

@@ -24,7 +24,7 @@ from fl_lightning.data.partitions.partition import stratified_split
 
 @dataclass(frozen=True)
 class Loaded:
-    """The data sets of a source; a set that is None is held out from the training examples.
+    """Training, validation and test set that a source has read; a missing set is held out from the training set.
 
     Attributes:
         train: training examples, with ``select(indices)`` and perhaps ``targets``, shape (N, …).
@@ -95,15 +95,15 @@ class Source(LightningDataModule, ABC):
         self.fraction = fraction
 
     def issues(self) -> Iterator[str]:
-        """Yield a message for each invalid setting of a subclass."""
+        """Yield an error message for each invalid option of a subclass."""
         yield from ()
 
     @abstractmethod
     def load(self) -> Loaded:
-        """Read the examples; called once, by `setup`."""
+        """Read the data sets of this source; called once, by `setup`."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split the examples, the first time; later calls do nothing."""
+        """Load the examples, and split them into training, validation and test set; later calls do nothing."""
         if hasattr(self, "train_set"):
             return
         loaded = self.load()
@@ -123,7 +123,7 @@ class Source(LightningDataModule, ABC):
         self.train_set = self.finished(train, trains=True)
 
     def finished(self, examples: Any, *, trains: bool) -> Any:
-        """Return the final form of a data set, after the split; the set itself by default.
+        """Return the final form of a training, validation or test set after the split; by default the set itself.
 
         Args:
             examples: the set.

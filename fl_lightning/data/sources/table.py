@@ -25,7 +25,7 @@ MOST_CATEGORIES = 1000  # per column: names and free text are no categories
 
 @final
 class Table(Source):
-    """A table in memory: a batch is features (B, F) in float32 and targets (B,).
+    """Reads a table into memory; a batch is features (B, F) in float32 and targets (B,).
 
     Numbers are features without scaling; scale them with `FederatedNormalize`. A column of strings,
     categories or truth values is one-hot encoded; for a value that no training row has, all its features
@@ -117,7 +117,7 @@ class Table(Source):
         return names
 
     def _features(self, table: DataFrame, train: DataFrame, where: str) -> DataFrame:
-        """Encode a table's columns as features, by the columns and categories of the training table."""
+        """Encode a table's columns as numeric features, with the columns and categories of the training table."""
         import pandas
 
         parts: list[Any] = []
@@ -155,7 +155,7 @@ def _is_number(column: Series[Any]) -> bool:
 
 
 def _texts(column: Series[Any]) -> Series[str]:
-    """Return a column's values as strings."""
+    """Return a column's values as strings, with ``missing`` for missing values."""
     # without astype, pandas' categories would keep their order, and categories that no row has
     return column.astype(object).map(str).where(column.notna(), "missing")
 
@@ -186,7 +186,7 @@ def _check_columns(table: DataFrame, names: list[str], where: str) -> None:
 
 
 def _read(table: Any) -> DataFrame:
-    """Return the given frame, or read it from a file."""
+    """Return a given pandas DataFrame, or read one from a CSV, TSV or Parquet file."""
     import pandas  # half a second to import
 
     if isinstance(table, pandas.DataFrame):

@@ -26,7 +26,7 @@ class NotCompiled(UserWarning):
 
 
 class HasChanged(exc.TorchDynamoException):
-    """Raised if a Python value that the graph depends on has changed since it was compiled."""
+    """Raised if a Python value that a compiled function depends on has changed since compilation."""
 
 
 class Compiled:
@@ -139,7 +139,7 @@ class Compiled:
         return result
 
     def _as_compiled(self) -> AbstractContextManager[None]:
-        """Make Python objects part of the graph, instead of looking them up in every call."""
+        """Compile Python objects into the graph, instead of looking them up in every call."""
         patched: AbstractContextManager[None] = torch._dynamo.config.patch(
             install_free_tensors=self._is_alone
         )
@@ -158,7 +158,7 @@ class Compiled:
 
 
 def _checks(entries: Sequence[Any]) -> list[bool]:
-    """Select the compiler's checks of values that may change between two calls.
+    """Select, among the compiler's guards, those of values that may change between two calls.
 
     Two thirds of its checks are of the code of PyTorch and of this package, which does not change.
     """
@@ -170,7 +170,7 @@ def _what_changed(error: RuntimeError) -> str:
 
 
 def _start_autograd() -> None:
-    """Run a first backward pass, before the compiler can make PyTorch start threads.
+    """Run a first backward pass outside the compiler, so that PyTorch starts its threads here.
 
     At the first backward pass PyTorch starts a thread per device, and a process with such threads
     cannot be forked. Inside the compiler even a machine without a GPU seems to have eight devices.
@@ -188,7 +188,7 @@ def _start_no_processes() -> None:
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function, with a code object of its own.
+    """Copy a function with its own code object, so that the compiler stores its graphs separately.
 
     The compiler stores at most eight graphs per code object. Several engines in one process, e.g. in
     a notebook, would otherwise replace each other's graphs.
@@ -206,7 +206,7 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kinds_of(value: Any) -> list[Any]:
-    """Types and shapes of the tensors in nested containers, and which entries are the same tensor.
+    """Return types and shapes of the tensors in nested containers, and which entries are the same tensor.
 
     Example:
         >>> import torch

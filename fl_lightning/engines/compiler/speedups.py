@@ -46,7 +46,7 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 class FasterStep:
-    """A local step with selected speedups.
+    """A local step with selected speedups, e.g. ``channels_last`` and ``fused_optimizer``.
 
     Args:
         module: the model; with ``channels_last`` its parameters change their layout until `close`.
@@ -90,7 +90,7 @@ class FasterStep:
         self._forwards.update(self._direct)
 
     def batch(self, batch: Any) -> Any:
-        """Convert a batch to the model's memory layout."""
+        """Convert a batch to the memory layout of the model's parameters."""
         return _channels_last(batch) if self._is_channels_last else batch
 
     @contextmanager
@@ -138,7 +138,7 @@ def compiled_step(module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _as_products() -> Iterator[None]:
-    """Compute attention as matrix products in the precision of its inputs.
+    """Compute attention by matrix products in the inputs' precision while the block runs.
 
     By default PyTorch computes these products in float32, without the processor's matrix units.
     """
@@ -197,7 +197,7 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
 
 
 def _laid_out(value: Tensor, layout: torch.memory_format) -> Tensor:
-    """Convert a tensor of shape (N, C, H, W) to a memory layout, with exactly its strides.
+    """Convert a tensor of shape (N, C, H, W) to exactly the strides of a memory layout.
 
     PyTorch counts a tensor with one channel, or one pixel, as being in both layouts. The layout of a
     convolution's result then depends on the strides of axes of length one.
@@ -226,7 +226,7 @@ def _pools(module: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
 
 
 def _pool(layer: nn.MaxPool2d) -> Callable[[Tensor], Tensor]:
-    """Forward pass of a pooling whose gradient always arrives in the pooling's memory layout.
+    """Return a forward pass of max pooling that keeps its gradient in channels-last layout.
 
     From a flatten it arrives in the other layout, and PyTorch then copies the large input twice.
     """

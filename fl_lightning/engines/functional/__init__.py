@@ -2,8 +2,8 @@
 
 
 class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
-    """Reason why a module, an optimizer or its data cannot be trained in slots."""
+    """Raised if clients cannot train in slots (many clients as one batch); the message gives the reason."""
 
 
 class CannotPad(CannotStack):
-    """Reason why batches cannot be padded; slots may still train on whole batches."""
+    """Raised if batches cannot be padded; clients may still train in slots with whole batches."""

@@ -50,7 +50,7 @@ _METHODS: dict[str, tuple[str, slice]] = {
 
 @dataclass(frozen=True)
 class Draw:
-    """One call of an operator that draws random numbers.
+    """One recorded call of an operator that draws random numbers: distribution, shape and layout.
 
     Attributes:
         method: tensor method that draws, e.g. ``bernoulli_``; ``native_dropout`` for CUDA's dropout.
@@ -69,7 +69,7 @@ class Draw:
     device: torch.device
 
     def again(self, shape: Sequence[int] | None = None) -> Tensor:
-        """Repeat the recorded draw from the global generator, by default in the recorded shape.
+        """Draw random numbers as in the recorded call, from the global generator; other shapes are possible.
 
         Example:
             >>> draw = Draw("uniform_", (), (2,), (0,), torch.float32, torch.device("cpu"))
@@ -84,7 +84,7 @@ class Draw:
         return self.into(empty)
 
     def into(self, empty: Tensor) -> Tensor:
-        """Fill a tensor with random numbers."""
+        """Fill a tensor in place with random numbers from the recorded distribution."""
         if self.method == "native_dropout":
             mask = torch.native_dropout(torch.ones_like(empty), self.parameters[0], True)[1]
             return empty.copy_(mask)
@@ -160,7 +160,7 @@ def _no_mode(_: Any) -> bool:
 
 
 def _opened(function: Any) -> Any:
-    """Copy a function of `torch.nn.functional` so that a torch function mode sees the calls inside it.
+    """Copy a function of `torch.nn.functional` so that a `TorchFunctionMode` sees the calls inside it.
 
     PyTorch passes such a function to the mode as a whole and then runs it without the mode. The copy
     skips this step.
@@ -256,7 +256,7 @@ class ReplayedDraws(TorchFunctionMode):
     def _alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, **o: Any
     ) -> Tensor:
-        """Dropout that keeps mean and variance: Klambauer et al. 2017, section 2 (α' = -1.7581)."""
+        """Compute `alpha_dropout`, which keeps mean and variance: Klambauer et al. 2017, section 2 (α' = -1.7581)."""
         training = o.get("train", training)
         if not training or p == 0:
             return input
@@ -317,7 +317,7 @@ def _compiled_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -
 
 @contextmanager
 def small_attention() -> Iterator[None]:
-    """Compile attention over a few tokens as sums instead of matrix products, while the block runs.
+    """Replace attention over a few tokens by sums of products, which the compiler fuses, while the block runs.
 
     The compiler fuses sums with the operations around them. Library calls for products of ten numbers,
     one for each example and head, took half the time of a TabTransformer's step in slots.

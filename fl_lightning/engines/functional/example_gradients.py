@@ -3,11 +3,10 @@
     Σ_i g_i · min(1, S / ‖g_i‖₂),   g_i = ∇ℓ(example i),   norm over all trainable parameters
 
 The user's ``training_step`` gets each example as a batch of one, so that it cannot mix two examples.
-Buffers and attributes that the step changes (a running scale of the loss) are put back after each example.
-`torch.func` computes many gradients at once (vmap over examples, in chunks that fit the memory).
-Where vmap cannot run the step, plain autograd computes one after the other. A gradient that is not
-finite counts as 0, because a failing client would reveal the example. Source: Abadi et al. 2016
-(1607.00133), Algorithm 1.
+Buffers and attributes that the step changes (a running scale of the loss) are restored after each example.
+`torch.func` computes many gradients at once (vmap over examples, in chunks that fit the memory). If vmap
+cannot run the step, plain autograd computes one after the other. A gradient that is not finite counts as 0,
+because a failure of the client would reveal the example. Source: Abadi et al. 2016 (1607.00133), Algorithm 1.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from fl_lightning.sparsity.sensitivity.scoring import chunks, map_batch
 # (batch, batch index) -> loss of a plain training step, None if the step skips the batch
 Loss = Callable[[Any, int], Tensor | None]
 
-# one clipped gradient, shape (k,) -> the same gradient in integers
-ToSteps = Callable[[Tensor], Tensor]
+# one clipped gradient, shape (k,) -> the gradient in integer multiples of a grid step
+ToIntegers = Callable[[Tensor], Tensor]
 
 
 class ExampleGradients:
-    """Computes and sums the clipped gradients of single examples.
+    """Computes the gradient of each single example, clips it, and sums the clipped gradients, as DP-SGD needs.
 
     Args:
         module: the LightningModule.
-        loss: training step of the module, run in the module itself.
+        loss: returns the loss of a plain training step in the module itself.
         takes_index: whether ``training_step`` has a second parameter.
         collector: receives values that the step logs; None to discard them.
         memory_limit: bytes for gradients at one time; None for 64 MiB on a CPU, 2 GiB elsewhere.
@@ -79,7 +78,7 @@ class ExampleGradients:
         self._memory_limit = memory_limit
         self._vectorize, self._ignore = vectorize, ignore
         if vectorize and collector is not None and len(self._call.stand_ins):
-            self._go_slowly("its torchmetrics objects are to be updated (log_unprotected: true)")
+            self._go_slowly("torchmetrics objects must be updated (log_unprotected: true)")
         self.num_clipped = 0
 
     def __call__(
@@ -88,7 +87,7 @@ class ExampleGradients:
         batch: Any,
         index: int,
         clip_norm: float,
-        to_steps: ToSteps | None = None,
+        to_integers: ToIntegers | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Sum the clipped gradients of a batch, shape (k,); also returns its losses, shape (B,).
 
@@ -97,15 +96,16 @@ class ExampleGradients:
             batch: tensors in tuples, lists and dicts, with examples along the first axis.
             index: index of the local step.
             clip_norm: clipping norm S > 0, finite.
-            to_steps: converts each clipped gradient to integers; the sum is then int64.
+            to_integers: converts each clipped gradient to int64, the dtype of the sum; None for no
+                conversion.
 
         Raises:
             ConfigurationError: if the training step changes parameters; the change is undone.
         """
-        total, losses = nothing(space, in_steps=to_steps is not None), []
+        total, losses = zero_gradient(space, as_integers=to_integers is not None), []
         before = _Before(self._module, self._ignore)
         for chunk in chunks(batch, self._chunk_size(space)):
-            summed, lost = self._of_chunk(space, chunk, index, clip_norm, to_steps, before)
+            summed, lost = self._of_chunk(space, chunk, index, clip_norm, to_integers, before)
             total += summed
             losses.append(lost)
         before.check_untouched()
@@ -123,7 +123,7 @@ class ExampleGradients:
         chunk: Any,
         index: int,
         clip_norm: float,
-        to_steps: ToSteps | None,
+        to_integers: ToIntegers | None,
         before: _Before,
     ) -> tuple[Tensor, Tensor]:
         if self._vectorize:
@@ -137,26 +137,27 @@ class ExampleGradients:
                 self._go_slowly(f"{type(error).__name__}: {error}".splitlines()[0])
             else:
                 self._log(logged)
-                return self._clipped_sum(rows, clip_norm, to_steps), losses
+                return self._clipped_sum(rows, clip_norm, to_integers), losses
             finally:
                 before.put_back()
-        total = nothing(space, in_steps=to_steps is not None)
+        total = zero_gradient(space, as_integers=to_integers is not None)
         alone = []
         for example in chunks(chunk, 1):
             row, loss = self._alone(space, example, index)
             before.put_back()  # state from one example would change the gradients of the next
-            total += self._clipped_sum(row.unsqueeze(0), clip_norm, to_steps)
+            total += self._clipped_sum(row.unsqueeze(0), clip_norm, to_integers)
             alone.append(loss)
         return total, torch.stack(alone)
 
     def _go_slowly(self, reason: str) -> None:
         self._vectorize = False
         warnings.warn(
-            f"gradients of examples are taken one by one, slowly, because {reason}", stacklevel=2
+            f"gradients of single examples are computed one by one, which is slow: {reason}",
+            stacklevel=2,
         )
 
     def _at_once(self, space: Space, chunk: Any, index: int) -> tuple[Tensor, Tensor, Tensors]:
-        """Gradients, shape (B, k), losses, shape (B,), and logged values, each of shape (B,)."""
+        """Return B examples' gradients, shape (B, k), losses, shape (B,), and logged values, by `vmap`."""
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
         fixed = {name: tensor.detach() for name, tensor in tensors.items()}
         params = {name: fixed.pop(name) for name in space.names}
@@ -179,7 +180,7 @@ class ExampleGradients:
         return torch.cat(rows, 1).to(space.dtype), losses.detach(), logged
 
     def _alone(self, space: Space, example: Any, index: int) -> tuple[Tensor, Tensor]:
-        """Gradient of one example, shape (k,), and its loss, by plain autograd."""
+        """Return one example's gradient, shape (k,), and its loss, by plain autograd."""
         own = dict(self._module.named_parameters())
         leaves = [own[name] for name in space.names]
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
@@ -189,7 +190,7 @@ class ExampleGradients:
         for buffer, before in buffers:  # statistics of examples, which no noise covers
             buffer.copy_(before)
         if loss is None:
-            return nothing(space, in_steps=False), torch.zeros((), device=space.device)
+            return zero_gradient(space, as_integers=False), torch.zeros((), device=space.device)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         rows = [
             grad.reshape(-1) if picked is None else grad.reshape(-1)[picked]
@@ -197,8 +198,10 @@ class ExampleGradients:
         ]
         return torch.cat(rows).to(space.dtype), loss.detach().reshape(())
 
-    def _clipped_sum(self, rows: Tensor, clip_norm: float, to_steps: ToSteps | None) -> Tensor:
-        """Scale each row down to the clipping norm, and sum the rows to shape (k,)."""
+    def _clipped_sum(
+        self, rows: Tensor, clip_norm: float, to_integers: ToIntegers | None
+    ) -> Tensor:
+        """Scale each gradient (a row) down to the clipping norm, and return the rows' sum, shape (k,)."""
         wide = torch.float32 if rows.device.type == "mps" else torch.float64
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
         is_finite = norms.isfinite()
@@ -206,10 +209,10 @@ class ExampleGradients:
             rows = torch.where(is_finite.unsqueeze(1), rows, 0)
         self.num_clipped += int((norms > clip_norm).sum())
         scales = torch.where(is_finite, (clip_norm / norms).clamp(max=1.0), 0).to(rows.dtype)
-        if to_steps is None:
+        if to_integers is None:
             return scales @ rows
         clipped = (scale * row for scale, row in zip(scales, rows, strict=True))
-        return torch.stack([to_steps(row) for row in clipped]).sum(0)
+        return torch.stack([to_integers(row) for row in clipped]).sum(0)
 
     def _log(self, logged: Tensors) -> None:
         if self._collector is None:
@@ -219,14 +222,14 @@ class ExampleGradients:
             self._collector.log(name, values.mean())
 
 
-def nothing(space: Space, *, in_steps: bool) -> Tensor:
-    """Return zeros of shape (k,), to which gradients are added, in int64 or in the space's dtype."""
-    dtype = torch.int64 if in_steps else space.dtype
+def zero_gradient(space: Space, *, as_integers: bool) -> Tensor:
+    """Return a zero vector of shape (k,), int64 or the space's dtype, to which gradients are added."""
+    dtype = torch.int64 if as_integers else space.dtype
     return torch.zeros(space.size, dtype=dtype, device=space.device)
 
 
 class _Before:
-    """Snapshot of a module's parameters, trainable and frozen, and of its attributes."""
+    """Snapshot of a module's parameters and attributes before the training step."""
 
     def __init__(self, module: nn.Module, ignore: Collection[str]) -> None:
         self._module = module
@@ -234,12 +237,12 @@ class _Before:
         self._before = {name: (p, p.detach().clone()) for name, p in module.named_parameters()}
 
     def put_back(self) -> None:
-        """Restore the attributes; raises if the training step has replaced a parameter."""
+        """Restore the module's attributes; raise if the training step has replaced a parameter."""
         self.check_untouched(values=False)
         self._attributes.put_back(generators=False)  # each example has its own draws
 
     def check_untouched(self, *, values: bool = True) -> None:
-        """Raise if the training step has changed a parameter, after changing it back."""
+        """Undo changes that the training step made to parameters, and raise ConfigurationError if there were any."""
         present = dict(self._module.named_parameters())
         changed = [
             name
@@ -254,8 +257,8 @@ class _Before:
             owner, _, own_name = name.rpartition(".")
             setattr(self._module.get_submodule(owner), own_name, param)
         raise ConfigurationError(
-            f"federation.privacy ExampleDP: training_step changes parameters itself ({changed[0]}), a "
-            "change that is not clipped: return a loss, and leave parameters to the optimizer"
+            f"federation.privacy ExampleDP: training_step changes the parameter {changed[0]} itself, and such a "
+            "change is not clipped: return a loss, and let the optimizer change parameters"
         )
 
 
@@ -264,7 +267,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def check_examples_apart(module: nn.Module) -> None:
-    """Check that no layer of a module mixes the examples of a batch.
+    """Raise ConfigurationError if a layer mixes the examples of a batch, as batch norm does.
 
     Raises:
         ConfigurationError: if one does; it names the layer.
@@ -272,6 +275,6 @@ def check_examples_apart(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
             raise ConfigurationError(
-                f"federation.privacy ExampleDP bounds what each example does by itself, and {name} "
+                f"federation.privacy ExampleDP bounds the effect of each example, but {name} "
                 f"({type(child).__name__}) mixes the examples of a batch: use group or layer norm"
             )

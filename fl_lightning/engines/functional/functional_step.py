@@ -44,7 +44,7 @@ OWN_LOSS = ""
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a training step.
+    """Result of a training step: its loss, the values it logs, and the inputs of its metrics.
 
     Attributes:
         loss: scalar loss.
@@ -59,13 +59,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Observed:
-    """Effects of a training step besides its loss.
+    """Observed side effects of a training step: random draws, dropout, and calls of metrics.
 
     Attributes:
-        draws: its random draws.
-        has_dropout: True if it calls a dropout function, even a disabled one.
-        calls: its calls of torchmetrics objects.
-        metrics: torchmetrics objects that it logs, by name.
+        draws: random draws of the step.
+        has_dropout: True if the step calls a dropout function, even if dropout is disabled.
+        calls: calls of torchmetrics objects in the step.
+        metrics: torchmetrics objects that the step logs, by name.
     """
 
     draws: list[Draw]
@@ -102,7 +102,7 @@ class TrainingStep:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Prepare the module, so that this object can be called inside the block."""
+        """Replace the module's ``log``, metrics and slow operators, so that the step can be called in the block."""
         attention = sdpa_kernel(SDPBackend.MATH)  # vmap would run fused kernels client by client
         own = vars(self._wrapper.module)
         before = own.get("log")
@@ -140,16 +140,18 @@ class TrainingStep:
         return StepResult(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given)
 
     def _take_over_rebound(self, tensors: Mapping[str, Tensor], inner: Tensors) -> None:
-        """Copy buffers that the step has rebound (``self.n = self.n + 1``) into the original ones."""
+        """Copy new values into buffers that the step has assigned anew (``self.n = self.n + 1``)."""
         pairs = ((name, inner.get(f"module.{name}", old)) for name, old in tensors.items())
         for name, new in [(n, new.clone()) for n, new in pairs if new is not tensors[n]]:
             old, buffers = tensors[name], dict(self._wrapper.module.named_buffers())
             if name not in buffers or (new.shape, new.dtype) != (old.shape, old.dtype):
-                raise CannotStack(f"training_step replaces {name} by a value of another type")
+                raise CannotStack(
+                    f"training_step replaces the buffer {name} by a tensor of another shape or dtype"
+                )
             old.copy_(new.detach())
 
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
-        """Run the step as sequential training does, and record its effects besides the loss."""
+        """Run the step once, and return its random draws and calls of metrics."""
         with DrawRecorder() as recorder, DropoutWatch() as watch:
             _, _, calls, metrics = self._run(tensors, batch, count, ())
         return Observed(recorder.draws, watch.has_seen_one, calls, metrics)
@@ -201,7 +203,7 @@ def copies_of(module: nn.Module, without: tuple[str, ...] = ()) -> Tensors:
 
 
 class _Log:
-    """Replaces a module's ``log`` and collects the values that the current step logs.
+    """Replacement of a module's ``log`` that collects the values logged in the current step.
 
     PyTorch's older compilers support neither attributes that are rebound nor unions of types. So its
     lists stay the same objects, and types are checked by tuples.

@@ -2,8 +2,8 @@
 
 Neither `vmap` nor a compiler can run a metric's update. So stand-ins replace the metrics while the step
 runs, and the step returns the inputs of its metrics. Afterwards `MetricFeed` updates the metrics with
-the examples of all clients, as in sequential training. A metric whose states are sums (as it declares
-for several processes) gets the examples of many steps in one update, other metrics step by step.
+the examples of all clients, as in sequential training. A metric whose states can be merged over processes
+(by sum, cat, min or max) gets the examples of many steps in one update, other metrics step by step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MetricCall = tuple["StandIn", tuple[Any, ...], dict[str, Any]]
 
 
 def tensors_of(call: MetricCall) -> list[Tensor]:
-    """List the tensors among a metric's arguments."""
+    """Return the tensors among the arguments of a recorded call of a metric."""
     _, args, kwargs = call
     return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
 
 class StandIn(nn.Module):
-    """Replaces a metric and records its inputs.
+    """Replaces a torchmetrics object in the module, and records its inputs instead of computing the metric.
 
     Args:
         metric: a torchmetrics metric or collection.
@@ -50,7 +50,7 @@ class StandIn(nn.Module):
         self.calls: list[MetricCall] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> BatchValue:
-        """Record the arguments; the value for the batch is not available."""
+        """Record the arguments, and return a placeholder instead of the metric's value on the batch."""
         self.update(*args, **kwargs)
         return BatchValue(type(self.metric).__name__)
 
@@ -60,7 +60,7 @@ class StandIn(nn.Module):
             self.calls.append((self, args, kwargs))
 
     def items(self) -> list[tuple[str, Metric]]:
-        """Metrics of a collection by name, for ``log_dict``."""
+        """Return (name, metric) for each metric of a collection, for ``log_dict``."""
         return self.parts
 
     def __getattr__(self, name: str) -> Any:
@@ -71,14 +71,14 @@ class StandIn(nn.Module):
 
 
 class BatchValue:
-    """Result of calling a metric in slots, where its value for the batch is not known."""
+    """Placeholder for a metric's value on a batch, which is not computed while many clients train at once."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
 
 class StandIns:
-    """Stand-ins for all metrics of a module.
+    """Replacements of all torchmetrics objects of a module, which record their inputs.
 
     Attributes:
         prefixes: prefixes of the names of the metrics' own buffers.
@@ -118,7 +118,7 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the module's metrics by their stand-ins while the block runs."""
+        """Replace the module's torchmetrics objects by their recorders while the block runs."""
         for parent, name, _, stand_in in self._places:
             parent._modules[name] = stand_in
         try:
@@ -128,7 +128,7 @@ class StandIns:
                 parent._modules[name] = metric
 
     def listen(self) -> list[MetricCall]:
-        """Start recording; returns the list that will hold the calls."""
+        """Start recording calls of metrics, and return the list to which they will be appended."""
         calls: list[MetricCall] = []
         for stand_in in self._all.values():
             stand_in.calls = calls
@@ -145,10 +145,10 @@ _ADDING_UP = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min}
 
 @dataclass(frozen=True)
 class GivenStep:
-    """Inputs of the metrics from one step of all slots.
+    """Inputs of all metrics in one step that trains G clients at once.
 
     Attributes:
-        tensors: one per tensor argument, each of shape (G, B, …), or (G, …) for batch-level values.
+        tensors: tensor arguments of the metrics, each of shape (G, B, …), or (G, …) for batch-level values.
         valid: False for padding, bool of shape (G, B).
     """
 
@@ -158,11 +158,13 @@ class GivenStep:
 
 @dataclass(frozen=True)
 class _Update:
-    """One update of a metric in the step; ``first`` is the index of its first input tensor."""
+    """One call of a metric's ``update`` in the training step."""
 
     call: MetricCall
-    first: int
-    by_example: list[bool] | None  # per tensor: has a row per example; None: whole batches
+    first: int  # index of its first tensor among the inputs of all metrics
+    by_example: (
+        list[bool] | None
+    )  # whether each tensor has a row per example; None for whole batches
 
     @property
     def metric(self) -> Metric | MetricCollection:
@@ -206,7 +208,7 @@ class _Update:
 
 
 class MetricFeed:
-    """Updates a module's metrics with the inputs that stacked steps return.
+    """Updates a module's torchmetrics objects with inputs recorded while clients trained in slots.
 
     Args:
         full: metric calls of the step on a full batch.
@@ -233,7 +235,7 @@ class MetricFeed:
         return len(self._updates)
 
     def check_same(self, other: MetricFeed) -> None:
-        """Check that the step calls the same metrics for batches of another size.
+        """Raise CannotStack if the step calls other metrics for batches of another size.
 
         Raises:
             CannotStack: if it does not.
@@ -245,7 +247,7 @@ class MetricFeed:
             raise CannotStack("which metrics training_step updates depends on the batch size")
 
     def feed(self, steps: Sequence[GivenStep]) -> None:
-        """Update the metrics with the examples of several steps."""
+        """Update the metrics with the inputs recorded in several steps."""
         for update in self._updates:
             if any(bool(step.valid.any()) for step in steps):
                 update.feed(steps)
@@ -254,7 +256,7 @@ class MetricFeed:
 
 
 def _rows(tensor: Tensor, valid: Tensor) -> Tensor:
-    """Select the rows of examples that are no padding, merged into one axis."""
+    """Return the values of all clients' examples along one axis, without padding."""
     return tensor[valid].flatten(0, 1)
 
 
@@ -262,13 +264,15 @@ def _by_example(full: MetricCall, single: MetricCall, batch_size: int) -> list[b
     stand_in = full[0]
     name = f"{type(stand_in.metric).__name__} {stand_in.path!r}"
     if _constants(full) != _constants(single):
-        raise CannotStack(f"{name} is given numbers that depend on the size of the batch")
+        raise CannotStack(f"{name} gets numbers that depend on the size of the batch")
     found = []
     for many, one in zip(tensors_of(full), tensors_of(single), strict=True):
         is_row = many.shape[:1] == (batch_size,) and one.shape[:1] == (1,)
         is_row = is_row and many.shape[1:] == one.shape[1:]
         if not is_row and (many.ndim or one.ndim):
-            raise CannotStack(f"{name} is given a tensor of shape {tuple(many.shape)}")
+            raise CannotStack(
+                f"{name} gets a tensor of shape {tuple(many.shape)}, which has no row per example"
+            )
         found.append(is_row)
     return found
 
@@ -280,7 +284,7 @@ def _constants(call: MetricCall) -> list[Any]:
 
 
 def _without_values(call: MetricCall) -> MetricCall:
-    """Replace a call's tensors by empty ones, so that the batch can be freed."""
+    """Return a recorded call of a metric with empty tensors instead of its inputs, to free memory."""
     empty = torch.empty(0)
     stand_in, args, kwargs = call
     return (

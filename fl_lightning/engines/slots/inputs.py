@@ -2,13 +2,15 @@
 
 A client's random numbers come from the global generators, seeded when the client starts: first those
 of its batch (augmentation), then those of the step (dropout), as in sequential training. The
-generators' states are saved while other slots draw, so a client's numbers do not depend on the others.
+generators' states are saved while other slots draw, so a client's numbers do not depend on other clients.
 
-    random numbers of one client:  (…, m b, …)  ->  (b, …, m, …), a row of (G, B, …)
+A step on padded batches is evaluated example by example. So the axis of examples in a draw, which has m b
+entries for b examples, is moved to the front:
 
-A step on padded batches is evaluated example by example, so the axis of examples in a draw moves to the
-front. That axis is found by comparing the draws for a batch and for one example. A draw without such
-an axis (a mask over weights) is the same for all examples.
+    draw of one client, shape (…, m b, …)  ->  shape (b, …, m, …)
+
+That axis is found by comparing the draws for a batch and for one example. A draw without such an axis
+(a mask over weights) is the same for all examples.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from fl_lightning.engines.slots.plan import SlotClient, StepPlan
 
 @dataclass(frozen=True)
 class _Rows:
-    """One draw for all slots: ``numbers`` of shape (G, B, …), or (G, …) without an axis of examples."""
+    """Results of one random draw for G clients, shape (G, B, …), or (G, …) if it does not depend on B."""
 
     draw: Draw
     axis: int | None
@@ -57,7 +59,7 @@ class _Rows:
 
 
 class DrawnRows:
-    """Random numbers of a stacked step, which are refilled before every step.
+    """Random numbers (e.g. dropout masks) of all slots in a step, which are redrawn before every step.
 
     Args:
         full: draws of the step on a full batch.
@@ -90,21 +92,21 @@ class DrawnRows:
             )
             numbers = torch.zeros(shape, dtype=draw.dtype, device=draw.device)
             self._rows.append(_Rows(draw, axis, numbers))
-        for slot in range(num_slots):  # empty slots need valid numbers, too
+        for slot in range(num_slots):  # empty slots need valid numbers as well
             self.fill(slot, batch_size)
 
     @property
     def numbers(self) -> list[Tensor]:
-        """Random numbers of each draw, shape (G, B, …), or (G, …) if the draw has no axis of examples (`axes`)."""
+        """Random numbers of each draw, shape (G, B, …), or (G, …) if its shape does not depend on the batch size."""
         return [rows.numbers for rows in self._rows]
 
     @property
     def axes(self) -> list[int | None]:
-        """Axis of examples of each draw, not counting the axis of clients: 0 or None."""
+        """Per random draw: 0 if its numbers have an axis of examples (after that of clients), else None."""
         return [None if rows.axis is None else 0 for rows in self._rows]
 
     def fill(self, slot: int, size: int) -> None:
-        """Draw one client's numbers from the global generator, for a batch of ``size`` examples."""
+        """Draw the numbers of one slot's client from the global generator, for a batch of ``size`` examples."""
         for rows in self._rows:
             rows.fill(slot, size)
 
@@ -131,7 +133,7 @@ ReadBatch = Callable[[Tensor], Any]
 
 
 class StepPart(NamedTuple):
-    """Inputs of all slots whose batches have the same size.
+    """Inputs of one step for all slots (clients trained as one batch) whose batches have the same size.
 
     Attributes:
         slots: slots of the batches; None for all slots, empty ones included.
@@ -147,7 +149,7 @@ class StepPart(NamedTuple):
 
 
 class SlotInputs:
-    """Builds the inputs of each step.
+    """Builds the stacked batches and random numbers with which G clients take a step together.
 
     Args:
         read: builds a batch from indices.
@@ -174,16 +176,16 @@ class SlotInputs:
         self._generators: dict[int, GlobalGenerators] = {}
 
     def depends_on_clients(self, draws: Draws) -> bool:
-        """True if a step's inputs depend on the assignment of clients to slots."""
+        """True if random numbers are drawn per client, so that inputs depend on which client is in which slot."""
         return bool(draws) or self._reads_at_random
 
     def batch_like(self, work: ClientWork, size: int) -> Any:
-        """Build a batch of ``size`` examples of one client, with repetitions if it has fewer."""
+        """Build a batch of exactly ``size`` examples of one client, repeating examples if it has fewer."""
         places = torch.arange(size) % len(work.order)
         return self._read(work.order[places])
 
     def next(self, plan: StepPlan, new: Sequence[SlotClient], draws: Draws) -> list[StepPart]:
-        """Build the batches of one step, the largest size first, and refill its random numbers.
+        """Build the batches of one step, one per batch size, largest first, and redraw the step's random numbers.
 
         Args:
             plan: examples of the step.
@@ -211,7 +213,7 @@ class SlotInputs:
         return parts
 
     def _by_size(self, sizes: Integers) -> Iterator[tuple[int, list[int] | None]]:
-        """Yield each batch size, largest first, with its slots; None stands for all slots."""
+        """Yield each batch size, largest first, with the slots that have it; None stands for all slots."""
         if self._padded:
             yield self._batch_size, None
             return
@@ -221,7 +223,7 @@ class SlotInputs:
             yield size, np.flatnonzero(sizes == size).tolist()
 
     def _drawn(self, plan: StepPlan, draws: Draws) -> dict[int, Any]:
-        """Refill all clients' random numbers; returns batches read at random, by slot."""
+        """Redraw every client's random numbers; return batches that are read with random augmentation, by slot."""
         batches: dict[int, Any] = {}
         for slot, client in self._clients.items():
             size = int(plan.sizes[slot])
@@ -240,7 +242,7 @@ class SlotInputs:
         return map_tensors(lambda x: x.view(num_slots, -1, *x.shape[1:]), batch)
 
     def _stacked(self, batches: Sequence[Any], size: int) -> Any:
-        """Pad and stack batches; an empty slot repeats the batch of another slot.
+        """Pad the slots' batches to one size and stack them; an empty slot repeats another slot's batch.
 
         Args:
             batches: batch of each slot, None for an empty slot.
@@ -266,5 +268,5 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
 
 
 def _shapes(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Shape of an example in each tensor of a batch."""
+    """Return the shape of one example in each tensor of a batch."""
     return tuple(leaf.shape[1:] for leaf in leaves)

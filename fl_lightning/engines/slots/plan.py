@@ -23,13 +23,13 @@ from fl_lightning.core.seeds import Integers
 
 @dataclass(frozen=True, eq=False)
 class SlotSchedule:
-    """Slots and steps of m clients, sorted by first step, then by slot.
+    """Slot (place in the batch of models) and steps of each of m clients that train together; sorted by first step, then slot.
 
     Attributes:
         clients: position of each client in the packed work, shape (m,).
         slots: slot of each client, shape (m,).
         begins: first step of each client, counted from the start of the pass, shape (m,).
-        ends: last step of each client plus one, shape (m,).
+        ends: one more than each client's last step, shape (m,).
     """
 
     clients: Integers
@@ -39,15 +39,15 @@ class SlotSchedule:
 
     @property
     def num_steps(self) -> int:
-        """Number of stacked steps until all clients have finished."""
+        """Number of steps, each of all slots at once, until all clients have finished."""
         return int(self.ends.max())
 
     def beginning(self, step: int) -> Integers:
-        """Positions of the clients that start at this step, in order of slots."""
+        """Positions in the schedule of the clients that start at this step, in order of slots."""
         return np.arange(self._first_of[step], self._first_of[step + 1])
 
     def ending(self, step: int) -> Integers:
-        """Positions of the clients whose last step this is, in order of slots."""
+        """Positions in the schedule of the clients whose last step this is, in order of slots."""
         return self._by_end[self._last_of[step] : self._last_of[step + 1]]
 
     @cached_property
@@ -67,7 +67,7 @@ class SlotSchedule:
 
 
 def pack(num_steps: Integers, num_slots: int) -> SlotSchedule:
-    """Assign clients to slots, longest first.
+    """Assign clients to slots (clients trained as one batch), those with most steps first.
 
     Args:
         num_steps: local steps of each client, ≥ 1, shape (m,), m ≥ 1.
@@ -96,13 +96,13 @@ def pack(num_steps: Integers, num_slots: int) -> SlotSchedule:
 
 
 class SlotClient(NamedTuple):
-    """A client that trains in a slot.
+    """A client with its slot and the steps in which it trains there.
 
     Attributes:
         work: local work of the client.
         slot: index of the slot.
         begin: first step, counted from the start of the pass.
-        end: last step plus one.
+        end: one more than the last step.
     """
 
     work: ClientWork
@@ -112,7 +112,7 @@ class SlotClient(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Examples of one step of all slots.
+    """Dataset indices of the examples that all slots use in one step.
 
     Attributes:
         number: index of the step, counted from the start of the pass.
@@ -128,7 +128,7 @@ class StepPlan(NamedTuple):
 
 
 def slot_client(schedule: SlotSchedule, position: int, work: GroupWork) -> SlotClient:
-    """Look up the client at a position of the schedule."""
+    """Return the client at a position of the schedule, with its work, slot and steps."""
     client, slot, begin, end = (
         int(x[position]) for x in (schedule.clients, schedule.slots, schedule.begins, schedule.ends)
     )
@@ -138,7 +138,7 @@ def slot_client(schedule: SlotSchedule, position: int, work: GroupWork) -> SlotC
 def plan_steps(
     schedule: SlotSchedule, work: GroupWork, num_slots: int, batch_size: int, device: torch.device
 ) -> list[StepPlan]:
-    """Plan all steps; an empty slot repeats an example of another client."""
+    """Return the examples of every step; an empty slot repeats an example of another client."""
     counts = work.num_steps[schedule.clients]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     when = within + np.repeat(schedule.begins, counts)
@@ -159,7 +159,7 @@ def plan_steps(
 
 
 def in_part(plan: StepPlan, slots: list[int] | None) -> Tensor:
-    """Mask of the examples that a part of the slots uses; by default the slots with the largest batches."""
+    """Return a bool mask of the examples in some slots; by default in the slots with the largest batches."""
     if slots is not None:
         return plan.valid[slots].bool()
     return plan.valid.bool() & torch.from_numpy(plan.sizes == plan.sizes.max()).unsqueeze(1).to(

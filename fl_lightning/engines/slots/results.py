@@ -1,7 +1,7 @@
-"""Results of clients in slots: collected when a client finishes, and passed on in groups.
+"""Results of clients in slots: collected when a client finishes, and returned in groups.
 
-Clients finish one by one. Each later operation on updates (norm, checks, sums) has a fixed cost, which a
-group pays once. `SlotOwn` moves personal parameters into and out of slots.
+Clients finish one by one. Later operations on updates (norm, checks, sums) have a fixed cost, paid once per
+group instead of once per client. `SlotOwn` copies personal parameters into and out of slots.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FEW_NUMBERS = 100_000
 
 
 class SlotResults:
-    """Buffer for the results of finished clients, at most one per slot.
+    """Buffer for the updates of clients that have finished, at most one per slot.
 
     Args:
         step: stacked step, which holds the slots' tensors.
@@ -55,7 +55,7 @@ class SlotResults:
         self._final_buffers: list[Tensor] = []
 
     def open(self, start: GlobalModel, work: GroupWork) -> None:
-        """Reset for clients that start from a global model."""
+        """Prepare for a group of clients that start from a global model."""
         self._start, self._work = start, work
         self._clear()
 
@@ -64,8 +64,8 @@ class SlotResults:
         return len(self._clients) + count <= self._step.options.num_slots
 
     @torch.no_grad()
-    def take(self, slots: list[int], clients: list[int]) -> Tensor:
-        """Collect the results of finished clients, and return their deltas.
+    def collect(self, slots: list[int], clients: list[int]) -> Tensor:
+        """Copy finished clients' results from their slots into the buffer, and return their deltas.
 
         Args:
             slots: slots of the clients.
@@ -79,16 +79,16 @@ class SlotResults:
         self._write(deltas, self._ends(slots))
         self._clients += clients
         self._sum_rows = self._sum_rows.following([*self._step.sums.values()])
-        self._sums.append(torch.stack(self._sum_rows.of(slots)))  # a copy: other clients follow
+        self._sums.append(torch.stack(self._sum_rows.of(slots)))  # copies: slots are reused
         if self._buffers:
-            # not buffer[slots], whose list would make a GPU wait
+            # buffer[slots] would synchronise with a GPU
             rows = [torch.stack([buffer[slot] for slot in slots]) for buffer in self._buffers]
             ends = [row.reshape(count, -1).to(self._start.buffers.dtype) for row in rows]
             self._final_buffers.append(torch.cat(ends, 1))
         return deltas
 
     def _write(self, deltas: Tensor, ends: list[Tensor]) -> None:
-        """Write deltas (start - end) from the clients' final parameters, one tensor after the other."""
+        """Write start - end into ``deltas``, given the clients' final parameters, one tensor after the other."""
         places = deltas.view(-1).split(self._sizes * len(deltas))
         start = self._start.params
         if self._space.size <= _FEW_NUMBERS:
@@ -100,12 +100,12 @@ class SlotResults:
             torch.sub(begin, end, out=place)
 
     def _ends(self, slots: list[int]) -> list[Tensor]:
-        """Final parameters in some slots, only entries that are coordinates of the update."""
+        """Return the final parameters of the clients in some slots, without entries that masks freeze."""
         pairs = zip(self._rows.of(slots), self._indices * len(slots), strict=True)
         return [row if index is None else row.index_select(0, index) for row, index in pairs]
 
-    def hand_on(self) -> Iterator[Updates]:
-        """Yield the updates that were collected since the last call; nothing if there are none."""
+    def pop(self) -> Iterator[Updates]:
+        """Yield the buffered updates as one group, unless there are none, and empty the buffer."""
         if not self._clients:
             return
         clients, names = np.array(self._clients, np.int64), list(self._step.sums)
@@ -116,7 +116,7 @@ class SlotResults:
         yield group
 
     def group(self, clients: Integers, deltas: Tensor, sums: Tensors) -> Updates:
-        """Build the updates of m clients.
+        """Build the `Updates` of m clients from their deltas and sums of logged values.
 
         Args:
             clients: positions of the clients in the group's work.
@@ -152,13 +152,14 @@ class SlotResults:
 def usable_rows(
     group: Updates, check_loss: Callable[[ClientUpdate], None] | None = None
 ) -> tuple[Updates, list[ClientFailure]]:
-    """Split a group into its usable updates and one error per update that is not.
+    """Return the usable updates of a group, and a ClientFailure for each of the others.
 
-    The clients of these errors train again one by one, and that decides whether they fail.
+    Clients with an error train again one by one, which decides whether they fail.
 
     Args:
         group: updates of clients that trained together.
-        check_loss: raises ClientFailure if the server cannot use the loss of an update; None if it reads none.
+        check_loss: raises ClientFailure for an update whose loss the server cannot use; None if the server
+            uses no loss.
     """
     others = group.metrics["train/loss"].sum() + group.buffers.sum()
     if check_loss is None and math.isfinite(others) and math.isfinite(group.norms.sum()):
@@ -177,7 +178,7 @@ def usable_rows(
 
 
 class SlotRows:
-    """Views of one slot's rows in stacked tensors, made once per slot.
+    """Caches the view of each slot in stacked tensors of shape (G, …).
 
     Args:
         tensors: stacked tensors, each of shape (G, …).
@@ -197,13 +198,13 @@ class SlotRows:
         self._rows: dict[int, list[Tensor]] = {}
 
     def following(self, tensors: Sequence[Tensor]) -> SlotRows:
-        """Return the rows of other tensors; this object itself if the tensors are the same."""
+        """Return the cached views of these tensors; the object itself if its tensors are the same objects."""
         have = self._tensors
         is_same = len(have) == len(tensors) and all(map(is_, have, tensors))
         return self if is_same else SlotRows(tensors)
 
     def of(self, slots: Iterable[int]) -> list[Tensor]:
-        """Rows of all tensors in the given slots, one slot after the other."""
+        """Return the views of all tensors in some slots, ordered by slot."""
         found: list[Tensor] = []
         for slot in slots:
             rows = self._rows.get(slot)
@@ -213,20 +214,21 @@ class SlotRows:
         return found
 
 
-# Maps a client to its personal parameters, shape (o,), or to None if it has none yet.
+# Maps a client id to the client's personal parameters, shape (o,), or to None before its first round.
 OwnOf = Callable[[int], Tensor | None]
 
 
 class SlotOwn:
-    """Personal parameters of the clients in G slots.
+    """Loads the clients' personal parameters into their slots, and keeps the trained ones.
 
     Args:
         space: layout of the personal parameters.
-        stacked: tensors of the slots by name, shape (G, …); parameters not in it never change.
-        start: returns the initial personal parameters, shape (o,).
+        stacked: tensors of the slots by name, shape (G, …); personal tensors that are not among them never
+            change.
+        start: returns the personal parameters of a client before its first round, shape (o,).
 
     Attributes:
-        kept: personal parameters of finished clients, by client.
+        kept: personal parameters of finished clients, by client id.
     """
 
     def __init__(self, space: Space, stacked: Tensors, start: Callable[[], Tensor]) -> None:
@@ -236,7 +238,7 @@ class SlotOwn:
         self._own: OwnOf | None = None
 
     def open(self, own: OwnOf | None) -> None:
-        """Prepare for a group of clients; ``own`` returns the personal parameters of each."""
+        """Prepare for a group of clients; ``own`` returns each client's personal parameters."""
         self._own, self.kept = own, {}
 
     @torch.no_grad()

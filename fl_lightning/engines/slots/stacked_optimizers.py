@@ -23,7 +23,7 @@ from fl_lightning.sparsity.optimizers.sparse_optimizers import SparseAdamW, Spar
 
 @dataclass(frozen=True)
 class StackedSGD:
-    """`torch.optim.SGD`; a client's first step sets the momentum to the undampened gradient."""
+    """`torch.optim.SGD` for G clients at once; a first step sets the momentum to the undampened gradient."""
 
     momentum: float
     dampening: float
@@ -39,7 +39,7 @@ class StackedSGD:
     def step(
         self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute new values and momentum, each of shape (G, …).
+        """Return new values and new momentum, each of shape (G, …).
 
         Args:
             param: values, shape (G, …).
@@ -62,7 +62,7 @@ class StackedSGD:
 
 @dataclass(frozen=True)
 class StackedAdam:
-    """`torch.optim.Adam` and, with ``decoupled`` decay, `torch.optim.AdamW`."""
+    """`torch.optim.Adam` for G clients at once; with ``decoupled`` decay, `torch.optim.AdamW`."""
 
     betas: tuple[float, float]
     eps: float
@@ -78,7 +78,7 @@ class StackedAdam:
     def step(
         self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute new values and moments; see `StackedSGD.step`."""
+        """Return new values and new moments, each of shape (G, …); see `StackedSGD.step`."""
         grad = -grad if self.maximize else grad
         if self.weight_decay and self.decoupled:
             param = param * (1 - lr * self.weight_decay)
@@ -97,7 +97,7 @@ StackedRule = StackedSGD | StackedAdam
 
 
 def stacked_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> StackedRule | None:
-    """Return the rule of one of an optimizer's parameter groups; None where there is none.
+    """Return the stacked update rule for one of an optimizer's parameter groups; None if there is no such rule.
 
     Example:
         >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)

@@ -1,9 +1,9 @@
-"""One local step of G clients at once: forward, backward and optimizer as one graph.
+"""One local step of G clients at once: forward pass, backward pass and optimizer step on stacked tensors.
 
     (params, state) of shape (G, …), batches (G, B, …)  ->  updated in place
 
-Shapes are fixed and no Python runs between operators, so the compiler can turn the whole step
-(`StackedFunctions`) into one graph. The speed of slots comes from this graph.
+Shapes are fixed and no Python runs between operators, so the whole step (`StackedFunctions`) can be compiled
+as one graph, which makes slots fast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 
 class StackedStep:
-    """Parameters, optimizer states and logged sums of G clients, and the step that updates them.
+    """Parameters, optimizer states and logged sums of G clients, and the local step that trains all at once.
 
     Args:
         module: the LightningModule; its parameters are read, never written.
@@ -55,7 +55,7 @@ class StackedStep:
         shifts: gradient shifts of a correction by name, shape (G, …); empty without a correction.
         count: steps that each client has taken, float64 of shape (G,).
         graphs: compiled graphs of the step, and the findings of its rehearsal.
-        given: inputs of metrics from the last step, with their slots (None for all slots).
+        given: inputs of metrics in the last step, with their slots (None for all slots).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StackedStep:
         self.read_options()
 
     def read_options(self) -> None:
-        """Read the optimizer's current options and masks, before `StepGraphs.rehearse`."""
+        """Read learning rates, other options and masks from the optimizer, before `StepGraphs.rehearse`."""
         groups = self._optimizer.param_groups
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
@@ -101,7 +101,7 @@ class StackedStep:
         by_step = self._by_step() or [{}] * len(groups)
         if changing := {name for options in by_step for name in options} - {"lr"}:
             raise CannotStack(f"a schedule changes {min(changing)} from step to step")
-        # one number, or one for each local step; tensors, because another number would be another graph
+        # one rate, or one per local step; as tensors, because a graph depends on the values of Python numbers
         rates = [o.get("lr", float(g["lr"])) for o, g in zip(by_step, groups, strict=True)]
         new = [self._pull.new_tensor(rate) for rate in rates]
         if [lr.shape for lr in self._lrs] != [lr.shape for lr in new]:
@@ -119,7 +119,7 @@ class StackedStep:
             }
 
     def pull_to(self, starts: Tensors, pull: float) -> None:
-        """Set the parameters that a correction pulls all clients to, by name, without client axis."""
+        """Set the strength of a correction's pull and the parameters, by name, towards which it pulls."""
         self._starts = starts
         self._pull.fill_(pull)
 
@@ -128,8 +128,8 @@ class StackedStep:
 
         Args:
             part: batches of all slots.
-            apart: batches of slots that have another batch size. Their step runs on copies, whose
-                results overwrite those of ``part`` in these slots.
+            apart: batches of slots with another batch size. Their step runs on copies, and its results
+                replace those of ``part`` in these slots.
         """
         ends = [self._apart(other) for other in apart]
         inputs = self._inputs(part)
@@ -142,7 +142,7 @@ class StackedStep:
             self._put(other, rows, result)
 
     def _apart(self, part: StepPart) -> tuple[list[Tensor], Outputs]:
-        """Run a step in some slots on copies of their tensors; returns copies and outputs."""
+        """Run a step for some slots on copies of their tensors; return the copies and the step's outputs."""
         at = torch.tensor(part.slots, device=self.count.device)
         slots, buffers = self._slots, {name: b[at] for name, b in self.buffers.items()}
         term = slots.term
@@ -159,7 +159,7 @@ class StackedStep:
         return [*rows, inputs.steps], outputs
 
     def _put(self, part: StepPart, rows: list[Tensor], outputs: Outputs) -> None:
-        """Copy the results of `_apart` into the slots."""
+        """Copy tensors that `_apart` returned into the slots."""
         at = torch.tensor(part.slots, device=self.count.device)
         states = [s for of in self.states.values() for s in of]
         places = [*self.params.values(), *states, *self.buffers.values(), self.count]
@@ -174,8 +174,8 @@ class StackedStep:
     def first(self, start: Tensors, part: StepPart) -> None:
         """Start a new client in every slot and take its first step.
 
-        All clients start from the same parameters, so one model's forward pass on all batches is
-        enough. It is cheaper than a reset and a step.
+        Because all clients start from the same parameters, one model's forward pass on all batches is
+        enough, which is cheaper than a reset and a step.
 
         Args:
             start: initial parameters by name, without the axis of clients.
@@ -186,12 +186,12 @@ class StackedStep:
         self._add(self._done("first", inputs, start, self._slots).sums)
 
     def only(self, start: Tensors, part: StepPart, active: Tensors) -> tuple[Tensor, Tensors]:
-        """Train a new client in every slot for one step only; the slots' tensors do not change.
+        """Train G clients that take only one step, without changing the slots' tensors.
 
         Args:
             start: initial parameters by name, in the order of the deltas' coordinates.
             part: batches of all slots.
-            active: indices of the entries in the deltas, for parameters with frozen entries.
+            active: for parameters with frozen entries, the indices of the trainable entries.
 
         Returns:
             The clients' deltas, shape (G, k), and their sums as in `sums`.
@@ -213,7 +213,7 @@ class StackedStep:
         return Inputs(part.batch, part.valid, self.count, part.draws)
 
     def _done(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Outputs:
-        """Run a kind of step, and store its inputs of metrics in `given`."""
+        """Run one kind of step (any, first or only), and keep its inputs to metrics in `given`."""
         outputs: Outputs = self.graphs.run(kind, inputs, *arguments)
         self.given = [(None, outputs.given)]
         return outputs

@@ -2,8 +2,8 @@
 
 `StepFacts` finds the parameters that the loss uses and the buffers that the step writes to. `rehearse`
 finds its random draws and the inputs of its metrics. `hooks_against_slots` finds the user's hooks that a
-step of many clients would not call, or would call differently. It reads attributes in which PyTorch
-keeps hooks, because there is no public way.
+step of many clients would not call, or would call differently; it reads private attributes of PyTorch,
+because there is no public way.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from fl_lightning.engines.slots.inputs import DrawnRows
 # Builds a batch of a given number of a client's examples.
 BatchOf = Callable[[int], Any]
 
-# Relative difference allowed between two runs of a step on one batch: a GPU may add in any order.
+# Largest relative difference between two runs of a step on one batch; a GPU may add in any order.
 _SAME = 1e-3
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts about a training step on batches of one size.
+    """Facts found by running a training step on batches of one size: unused parameters, written buffers.
 
     Attributes:
         unused: names of trainable parameters that the loss does not depend on.
@@ -51,7 +51,7 @@ class StepFacts:
 
     @classmethod
     def of(cls, step: TrainingStep, module: nn.Module, batch: BatchOf, size: int) -> StepFacts:
-        """Run the step twice on a batch of ``size`` examples, on copies of the module's tensors.
+        """Find the facts by running the step twice on ``size`` examples, on copies of the module's tensors.
 
         Raises:
             CannotStack: if the two runs differ, the step writes to a parameter, or its loss has no
@@ -77,7 +77,7 @@ class StepFacts:
 def _run(
     step: TrainingStep, module: nn.Module, batch: BatchOf, size: int, trained: list[str]
 ) -> tuple[dict[str, Tensor | None], Tensors]:
-    """Run the step; returns its loss (under the name ''), its gradients, and the copies it ran on."""
+    """Run the step on copies of the tensors; return gradients by name (loss as '') and the copies."""
     with preserve_global_generators():  # reading it may draw
         read = batch(size)
     tensors = copies_of(module, step.stand_ins.prefixes)
@@ -92,7 +92,7 @@ def _run(
 
 
 def _are_other(ones: list[Tensor | None], twos: list[Tensor | None]) -> bool:
-    """True if any pair of tensors differs by more than rounding; waits for a GPU only once."""
+    """True if any pair of tensors differs by more than rounding; synchronises with a GPU only once."""
     if [one is None for one in ones] != [two is None for two in twos]:
         return True
     far = [
@@ -104,12 +104,12 @@ def _are_other(ones: list[Tensor | None], twos: list[Tensor | None]) -> bool:
 
 
 def _differs(one: Tensor, two: Tensor) -> Tensor:
-    """Mask of the entries that differ by more than rounding; NaN equals NaN."""
+    """Return a mask of the entries that differ by more than rounding; NaN equals NaN."""
     return (one != two) & ~(one.isnan() & two.isnan())
 
 
 def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
-    """True if a step wrote to a copy; comparing values also finds writes through ``.data``."""
+    """True if a step wrote to a copy of a tensor, also through ``.data``."""
     if copy._version:
         return True
     owner, _, own_name = name.rpartition(".")
@@ -121,13 +121,13 @@ def _is_written(module: nn.Module, name: str, copy: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Findings of a step's rehearsal: its random draws, and the metrics it updates and logs.
+    """Findings of a trial run of the training step: its random draws, and the metrics it updates and logs.
 
     Attributes:
         draws: random numbers of the step.
         feed: metrics that the step updates.
         metrics: metrics that the step logs, by name.
-        is_final: True if later rounds find the same: no draws, no metrics, no disabled dropout.
+        is_final: True if later rounds need no rehearsal: no draws, no metrics, no disabled dropout.
     """
 
     draws: DrawnRows
@@ -139,14 +139,14 @@ class Rehearsal:
 def rehearse(
     step: TrainingStep, module: nn.Module, batch: Any, *, num_slots: int, by_example: bool
 ) -> Rehearsal:
-    """Run the step on a full batch, and on one example of it, with copies of the module's tensors.
+    """Find the step's random draws and metrics by a trial run on a full batch and on one example.
 
     Args:
         step: training step of the module.
         module: the LightningModule; it is not changed.
         batch: full batch.
         num_slots: G.
-        by_example: True if the stacked step evaluates its loss example by example, to pad batches.
+        by_example: True if the stacked step evaluates its loss example by example, because batches are padded.
 
     Raises:
         CannotStack: if slots do not support one of its draws or metrics.
@@ -181,9 +181,9 @@ _OF_OPTIMIZERS = {
 
 
 def hooks_against_slots(module: nn.Module, optimizer: Optimizer) -> str | None:
-    """Describe the first overridden hook that slots would not call; None without one.
+    """Return a description of the first hook that training in slots would skip; None if there is none.
 
-    Forward hooks are no such: a stacked step calls them.
+    Forward hooks are not among them, because a stacked step calls them.
 
     Example:
         >>> import torch

@@ -27,7 +27,7 @@ from fl_lightning.engines.slots.stacked_optimizers import StackedRule
 
 
 class Inputs(NamedTuple):
-    """Inputs of a local step other than parameters; the first axis of all tensors is over clients.
+    """Inputs of G clients' local step besides parameters; the first axis of all tensors is over clients.
 
     Attributes:
         batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Outputs of a local step other than gradients.
+    """Outputs of G clients' local step besides gradients.
 
     Attributes:
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
@@ -57,14 +57,14 @@ class Outputs(NamedTuple):
 
 
 class StackedGradients:
-    """Gradients of all clients as a function of tensors.
+    """Computes the gradients of G clients in one call, given their parameters and batches as stacked tensors.
 
     Args:
         call: training step of the module.
         padded: evaluate the loss example by example.
 
     Attributes:
-        draw_axes: axis of examples of each random draw; None for a draw without one.
+        draw_axes: axis of examples of each random draw; None for a draw without this axis.
     """
 
     def __init__(self, call: TrainingStep, padded: bool) -> None:
@@ -122,7 +122,7 @@ class StackedGradients:
 
 @dataclass(frozen=True)
 class StackedOptions:
-    """Options of a stacked step.
+    """Options of the local step that trains G clients at once.
 
     Attributes:
         num_slots: number of clients that train side by side, G.
@@ -149,7 +149,7 @@ class StackedOptions:
 
 
 class StackedTerm(NamedTuple):
-    """Term that a correction adds to the gradients: pull · (y - x) + shift.
+    """The term pull · (y - x) + shift that a correction adds to each of G clients' gradients.
 
     Attributes:
         pull: scalar factor of the distance to the initial parameters.
@@ -163,13 +163,13 @@ class StackedTerm(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Tensors that the optimizers of all clients read and update.
+    """Tensors of G clients that their optimizers read and update: parameters, states, learning rates.
 
     Attributes:
         params: parameters by name, shape (G, …).
         states: optimizer states by name.
         lrs: learning rate of each parameter group, a scalar or one value per local step.
-        term: gradient term of a correction; None without one.
+        term: gradient term of a correction; None without a correction.
     """
 
     params: Tensors
@@ -180,7 +180,7 @@ class Slots(NamedTuple):
 
 @dataclass(eq=False)
 class StackedFunctions:
-    """The local step as functions: a step, a client's first step, and a client's only step.
+    """The stacked local step as three functions: any step, a client's first step, and a client's only step.
 
     Attributes:
         gradients: computes the gradients.
@@ -200,7 +200,7 @@ class StackedFunctions:
     unused: frozenset[str] = frozenset()
 
     def step(self, inputs: Inputs, slots: Slots, buffers: Tensors) -> Outputs:
-        """Run one step in every slot, in place."""
+        """Train the client in every slot for one step, and update the slots in place."""
         grads, outputs = self._gradients(slots.params, buffers, inputs)
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
@@ -208,7 +208,7 @@ class StackedFunctions:
         return Outputs(outputs.sums, outputs.given, {})
 
     def first(self, inputs: Inputs, start: Tensors, slots: Slots) -> Outputs:
-        """Run the first step of new clients in every slot, from shared parameters by name."""
+        """Train a new client in every slot for its first step; all start from the same parameters."""
         moved, outputs = self._moved_from(start, slots, inputs)
         self._write(slots, moved, inputs.steps)
         return outputs
@@ -216,7 +216,7 @@ class StackedFunctions:
     def only(
         self, inputs: Inputs, start: Tensors, slots: Slots, active: Tensors
     ) -> tuple[Outputs, Tensor]:
-        """Compute the deltas after `first`, shape (G, k), without changing any slot.
+        """Return the deltas, shape (G, k), of new clients after one step, without changing the slots.
 
         ``active`` has the indices of the delta's entries, for parameters with frozen entries.
         """
@@ -235,7 +235,7 @@ class StackedFunctions:
         return {name: grad for name, grad in grads.items() if name not in self.unused}, outputs
 
     def _moved_from(self, start: Tensors, slots: Slots, inputs: Inputs) -> tuple[Slots, Outputs]:
-        """Compute parameters and optimizer states after the first step of new clients, and the step's outputs."""
+        """Return new clients' parameters and optimizer states after their first step, and the step's outputs."""
         grads, outputs = self._gradients(start, {}, inputs, shared=True)
         params = {name: value.unsqueeze(0) for name, value in start.items()}
         states = {
@@ -246,7 +246,7 @@ class StackedFunctions:
         return self._moved(fresh, grads, inputs.steps), outputs
 
     def _moved(self, slots: Slots, grads: Tensors, count: Tensor) -> Slots:
-        """Compute parameters and optimizer states after a step, for parameters with a gradient."""
+        """Return parameters and optimizer states after a step; parameters without a gradient are left out."""
         grads = self._clipped(_corrected(grads, slots))
         params, states = {}, {}
         for name, grad in grads.items():

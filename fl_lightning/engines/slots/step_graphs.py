@@ -1,8 +1,8 @@
-"""Graphs of a step of G clients, and the rehearsal before each round that finds what they depend on.
+"""Compiled graphs of a step of G clients, and the rehearsal of the step before each round.
 
-A change of the optimizer's rules, or of the types and shapes of batches, needs another graph. Python
-values that the step reads may change from round to round. Compiled graphs detect such a change; an
-uncompiled step is rehearsed again every round.
+A graph holds for an optimizer's rules, for the types and shapes of batches, and for the Python values that
+the step reads. A compiled graph detects a change of these values; an uncompiled step is rehearsed again in
+every round.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fl_lightning.engines.slots.step_functions import (
     StackedOptions,
 )
 
-# Graphs for changed momentum, weight decay, …; after that many the step runs uncompiled.
+# Largest number of graphs for different momentum, weight decay, …; with others the step runs uncompiled.
 MOST_GRAPHS = 3
-# Combinations of types and shapes that batches of a run may have.
+# Largest number of combinations of types and shapes that the batches of a run may have.
 MOST_KINDS = 4
-# Batch sizes whose step is compiled: the full size and one more.
+# Number of batch sizes whose step is compiled: the full size and one more.
 MOST_SIZES = 2
 
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ class _Graphs(NamedTuple):
 
 
 class StepGraphs:
-    """Graphs of one stacked step, and the findings that they are built from.
+    """Compiled versions of the stacked local step, and the observations of the step on which they depend.
 
     Args:
         module: the LightningModule.
@@ -75,7 +75,7 @@ class StepGraphs:
     Attributes:
         functions: functions that the graphs are compiled from.
         rehearsals: findings of the rehearsal by batch size, the full size first; empty before
-            `rehearse`. Other sizes are only in it if the step draws numbers or updates metrics.
+            `rehearse`. Smaller sizes are included only if the step draws numbers or updates metrics.
         written: names of buffers that the step writes to.
         present: graphs for the current step; set by the first rehearsal.
     """
@@ -109,14 +109,14 @@ class StepGraphs:
 
     @property
     def is_compiled(self) -> bool:
-        """True if all current graphs are compiled; only available after the first rehearsal."""
+        """True if all graphs in use are compiled; only available after the first `rehearse`."""
         return all(isinstance(run, Compiled) and not run.is_given_up for run in self.present)
 
     def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
-        """Find the step's draws and its inputs of metrics, unless they cannot have changed.
+        """Observe the training step before a round by a trial run, unless a compiled graph would detect any change.
 
-        They may change from round to round, e.g. with a growing dropout. So may any Python value that
-        the step reads; some changes need another graph.
+        The step's draws, its metrics and the Python values that it reads may change from round to round,
+        e.g. with a growing dropout.
 
         Args:
             batch: builds a batch of a given number of examples.
@@ -163,12 +163,12 @@ class StepGraphs:
             )
 
     def forget(self) -> None:
-        """Delete all findings, so that the next rehearsal observes everything again."""
+        """Discard all observations of the step, so that the next `rehearse` repeats them."""
         self._looked_for, self.rehearsals = None, {}
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """Undo changes that the step makes to Python objects or the optimizer's options, and refuse them.
+        """Undo and refuse changes that the step makes to Python objects or optimizer options inside the block.
 
         Raises:
             CannotStack: if there are any.
@@ -188,22 +188,22 @@ class StepGraphs:
                 changed = [n for n, value in before.items() if not same_value(group.get(n), value)]
                 changes += [f"the option {name} of the optimizer" for name in changed]
                 group.update({name: before[name] for name in changed})
-        if changes:  # which is why it does other things the next time
+        if changes:  # also the reason of a CannotStack that says that two runs of the step differ
             raise CannotStack(f"training_step changes {changes[0]}")
         if reason is not None:
             raise reason
 
     def run(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
-        """Run a kind of step, compiled if possible.
+        """Run one kind of step (any, first or only), compiled if possible.
 
         Raises:
             CannotStack: if batches have too many different types and shapes.
         """
-        self._meet(inputs)
+        self._look_at_new_kind(inputs)
         return self._run(getattr(self.present, kind), inputs, *arguments)
 
     def run_apart(self, inputs: Inputs, *arguments: Any) -> Any:
-        """Run an uncompiled step of some clients, on batches of another size."""
+        """Run a step uncompiled for some clients, whose batches have another size than the others'."""
         return self._run(self.functions.step, inputs, *arguments)
 
     def _run(self, function: Callable[..., Any], inputs: Inputs, *arguments: Any) -> Any:
@@ -217,23 +217,23 @@ class StepGraphs:
             return function(inputs, *arguments)
 
     def by_name(self, of_groups: Sequence[_T]) -> dict[str, _T]:
-        """Assign each parameter, by name, the value of its parameter group."""
+        """Return a dict from parameter name to the value of the parameter's group."""
         return {name: of_groups[group] for name, group in self.functions.group_of.items()}
 
     def _is_known(self, sizes: Sequence[int]) -> bool:
-        """True if the step cannot have changed, so that it need not run in a rehearsal."""
+        """True if no trial run is needed: all batch sizes were observed, and a compiled graph detects changes."""
         is_settled = bool(self.rehearsals) and self.rehearsals[sizes[0]].is_final
         return is_settled and self._graphs_can_tell and self._seen >= set(sizes)
 
     @property
     def _graphs_can_tell(self) -> bool:
-        """True if compiled graphs for the current rules and masks exist, which detect changed values."""
+        """True if graphs for the current update rules and masks are compiled, which detect changed Python values."""
         functions = self.functions
         is_known = self._looked_for == (functions.rules, set(functions.masks))
         return is_known and self.is_compiled
 
     def _read_step(self, batch: BatchOf, sizes: Sequence[int]) -> None:
-        """Observe a step that may have changed, unless compiled graphs will detect the change."""
+        """Observe the step if it may have changed and no compiled graph would detect this."""
         can_tell = self._graphs_can_tell
         if not can_tell:
             self._look(batch, sizes[0])
@@ -245,7 +245,7 @@ class StepGraphs:
         self._recheck(refuse=can_tell)
 
     def _look(self, batch: BatchOf, full: int) -> None:
-        """Observe the current step, and choose the graphs for it."""
+        """Observe the step on full batches, and choose or create the graphs for it."""
         functions = self.functions
         self._seen, self.written = set(), frozenset()
         self._see(batch, full)
@@ -262,7 +262,7 @@ class StepGraphs:
         self._looked_for = functions.rules, set(functions.masks)
 
     def _see(self, batch: BatchOf, size: int) -> None:
-        """Observe the step on batches of each size, the full one first."""
+        """Observe the step on batches of one size; the full size comes first."""
         facts = StepFacts.of(self._plain_call, self._module, batch, size)
         if not self._seen:
             self.functions.unused = facts.unused
@@ -284,8 +284,8 @@ class StepGraphs:
         is_compiled = self._options.compiled and len(self._made) < MOST_GRAPHS
         return Compiled(function, is_alone=True) if is_compiled else function
 
-    def _meet(self, inputs: Inputs) -> None:
-        """Observe the step on batches with new types or shapes of examples."""
+    def _look_at_new_kind(self, inputs: Inputs) -> None:
+        """Observe the step again if the batches' examples have types or shapes not seen before."""
         kind = _kind(inputs.batch, 2)
         if kind in self._kinds:
             return
@@ -301,15 +301,15 @@ class StepGraphs:
 
 
 def _kind(batch: Any, num_axes: int) -> Any:
-    """Types and shapes of a batch; batches with equal ones take the same path through a step."""
+    """Return the dtype and the shape per example of each tensor in a batch."""
     return tuple((tensor.dtype, tensor.shape[num_axes:]) for tensor in tensors_in(batch))
 
 
 def _groups(optimizer: Optimizer, module: nn.Module) -> dict[str, int]:
-    """Index of each trainable parameter's group in the optimizer, by name."""
+    """Return, by parameter name, the index of the parameter's group in the optimizer."""
     numbers = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     missing = [name for name, p in trained.items() if id(p) not in numbers]
     if missing:
-        raise CannotStack(f"its optimizer leaves out the parameter {missing[0]}, which trains")
+        raise CannotStack(f"its optimizer leaves out the trainable parameter {missing[0]}")
     return {name: numbers[id(p)] for name, p in trained.items()}

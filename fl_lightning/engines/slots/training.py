@@ -1,8 +1,8 @@
-"""Training of many clients at once, in G slots; a slot takes the next client when one has finished.
+"""Training of many clients at once in G slots; when a client finishes, its slot trains the next one.
 
 Updates equal those of sequential training: each client starts from the global model with an empty
 optimizer state and trains on its batches in order. Only the order of floating-point operations inside
-a batch differs. No slot waits for the largest client: each is reset and refilled on its own (see `pack`).
+a batch differs. Slots do not wait for each other (see `pack`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TermOf = Callable[[int], GradientTerm]
 
 
 class SlotTrainer:
-    """Trains groups of clients in the slots of one stacked step.
+    """Trains many small clients at once, in the slots of one stacked step (`vmap`).
 
     Args:
         step: stacked step, which holds the slots' tensors.
@@ -102,15 +102,16 @@ class SlotTrainer:
         term: TermOf | None = None,
         own: OwnOf | None = None,
     ) -> Iterator[Updates]:
-        """Train clients and yield their updates in groups of about the number of slots.
+        """Train clients and yield their updates, in groups of about as many clients as there are slots.
 
-        At the end the module's metrics hold the examples of all clients but those passed to `leave_out`.
+        At the end the module's metrics are updated with the examples of all clients, except for those that
+        were passed to `leave_out`.
 
         Args:
             start: the global model.
             clients: local work of each client, with at least one batch.
             term: term of each client's gradients, all with the same pull; None for no term.
-            own: personal parameters of each client; None to start from the global ones.
+            own: personal parameters of each client; None to start from those of the global model.
         """
         work, has_yielded = GroupWork.of(clients), False
         try:
@@ -122,7 +123,7 @@ class SlotTrainer:
                 raise CannotStack(str(change)) from change
         else:
             return
-        # it refused before the first step ran: nothing has changed
+        # raised before the first step, so that nothing has changed
         self._step.graphs.forget()
         yield from self._train(start, work, term, own)
 
@@ -169,23 +170,23 @@ class SlotTrainer:
                 given += [(plan, slots, tensors) for slots, tensors in self._step.given]
             if not alike:
                 slots, ended = schedule.slots[done].tolist(), schedule.clients[done].tolist()
-                yield from self._take_over(slots, ended, work)
-        yield from self._results.hand_on()
+                yield from self._finish(slots, ended, work)
+        yield from self._results.pop()
         if given:
-            self._count_out(schedule, work, plans)
+            self._mark_left_out(schedule, work, plans)
             is_padded = self._step.options.padded
             counts = (p.valid.bool() if is_padded else in_part(p, slots) for p, slots, _ in given)
             parts = zip((tensors for _, _, tensors in given), counts, strict=True)
             rehearsal.feed.feed([GivenStep(*part) for part in parts])
 
     def _refuse_constants(self) -> None:
-        """Raise CannotStack if the step writes to a buffer that the update omits as constant."""
+        """Raise CannotStack if the training step writes to a buffer that updates do not contain."""
         known = {*self._buffers.names, *self._integer_names}
         if self._own is None and (unknown := self._step.graphs.written - known):
             raise CannotStack(f"training_step changes the buffer {min(unknown)}")
 
     def _open(self, start: GlobalModel, work: GroupWork, pull: float, own: OwnOf | None) -> Tensors:
-        """Reset for a group that starts from a global model; returns its parameters by name."""
+        """Prepare for a group of clients; return the global model's parameters by name."""
         named_start = self._space.full(start.params)
         self._step.pull_to(named_start, pull)
         self._start = list(named_start.values())
@@ -199,20 +200,21 @@ class SlotTrainer:
             self._own.open(own)
         return named_start
 
-    def _count_out(
+    def _mark_left_out(
         self, schedule: SlotSchedule, work: GroupWork, plans: Sequence[StepPlan]
     ) -> None:
+        """Mark the examples of excluded clients as padding, which metrics ignore."""
         ids = work.client_ids[schedule.clients]
         for position in np.flatnonzero(np.isin(ids, list(self._left_out))):
             for plan in plans[schedule.begins[position] : schedule.ends[position]]:
                 plan.valid[schedule.slots[position]] = 0
 
     def leave_out(self, client: int) -> None:
-        """Leave a client's examples out of the metrics, because its update cannot be used."""
+        """Exclude a client's examples from the module's metrics, because its update cannot be used."""
         self._left_out.add(client)
 
     def _begin_alike(self, work: GroupWork) -> bool:
-        """True if all slots start a client, from the same parameters, with equal batch sizes."""
+        """True if all slots start new clients together, from the same parameters and with equal batch sizes."""
         alike = bool((work.num_steps == work.num_steps[0]).all())
         if not self._step.options.padded:
             firsts = work.sizes[work.first_steps[:-1]]
@@ -221,28 +223,26 @@ class SlotTrainer:
         return alike and not has_own and not self._step.graphs.functions.unused
 
     def _enter(self, newcomers: Sequence[SlotClient]) -> None:
-        """Write the personal parameters of starting clients into their slots."""
+        """Write the personal parameters of starting clients into the clients' slots."""
         if self._own is None:
             return
         for client in newcomers:
             self._own.enter(client.slot, client.work.client_id)
 
     def _only(self, start: Tensors, part: StepPart, clients: Integers) -> Updates:
-        """Updates of clients that train for a single step."""
+        """Train clients that take only one step, and return their updates."""
         deltas, sums = self._step.only(start, part, self._space.active)
         count = len(clients)
         sums = {name: total[:count] for name, total in sums.items()}
         return self._results.group(clients, deltas[:count], sums)
 
-    def _take_over(
-        self, slots: list[int], clients: list[int], work: GroupWork
-    ) -> Iterator[Updates]:
-        """Collect the results of finished clients; yields earlier ones if the buffer is full."""
+    def _finish(self, slots: list[int], clients: list[int], work: GroupWork) -> Iterator[Updates]:
+        """Collect the updates of finished clients in the buffer; if it is full, yield its content first."""
         if not slots:
             return
         if not self._results.has_room(len(slots)):
-            yield from self._results.hand_on()
-        deltas = self._results.take(slots, clients)
+            yield from self._results.pop()
+        deltas = self._results.collect(slots, clients)
         if self._own is None:
             return
         for delta, slot, client in zip(deltas, slots, clients, strict=True):
@@ -251,7 +251,7 @@ class SlotTrainer:
 
     @torch.no_grad()
     def _shift(self, newcomers: Sequence[SlotClient], term: TermOf | None) -> None:
-        """Set the gradient shifts of starting clients."""
+        """Write into the slots the vectors that a correction adds to starting clients' gradients."""
         shifts = self._step.shifts
         for client in newcomers:
             rows = {name: shift[client.slot] for name, shift in shifts.items()}

@@ -57,7 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save to a local path atomically, to a remote one as Lightning does."""
+        """Save a checkpoint atomically to a local path, or to a remote path as Lightning does."""
         files = self.files()
         if "://" in str(path):
             if files:
@@ -84,14 +84,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, and record its step."""
+        """Load a checkpoint as Lightning does, and record its ``global_step``."""
         checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
         self.saved_step = checkpoint.get("global_step")
         return checkpoint
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint and its folder."""
+        """Remove a checkpoint and the folder with its client states."""
         super().remove_checkpoint(path)
         if "://" not in str(path):
             shutil.rmtree(memory_folder(path), ignore_errors=True)
@@ -103,7 +103,7 @@ def memory_folder(checkpoint: str | Path) -> Path:
 
 
 def _keep_only(folder: Path, names: set[str]) -> None:
-    """Delete files that belong to replaced checkpoints or to killed runs."""
+    """Delete the files of client states in a checkpoint's folder that the checkpoint does not use."""
     if not names:
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -113,7 +113,7 @@ def _keep_only(folder: Path, names: set[str]) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove files that killed processes have left in a folder of checkpoints."""
+    """Remove half-written checkpoint files that killed processes have left in a folder."""
     for left in folder.glob(".*.unfinished"):
         left.unlink(missing_ok=True)
 
@@ -148,7 +148,7 @@ def _free_megabytes(folder: Path) -> str:
 
 
 class WorkingFolder:
-    """Folder of one process, removed with this object; leftover folders of killed processes are removed as well."""
+    """Working folder of one process, removed with this object. Creating it also removes folders of killed processes."""
 
     def __init__(self, parent: Path, prefix: str = ".client_memory-") -> None:
         self._parent, self._prefix = parent, f"{prefix}{socket.gethostname()}_"
@@ -192,7 +192,7 @@ def _is_running(process: int) -> bool:
 
 
 def run_memory(trainer: Trainer, ram_bytes: float) -> ClientMemory:
-    """Return memory for the client states of a fit; its files are below the Trainer's root folder."""
+    """Return the store of a fit's client states; what exceeds ``ram_bytes`` is in files below the root folder."""
     root = str(trainer.default_root_dir)
     parent = Path(tempfile.gettempdir() if "://" in root else root)
     return ClientMemory(ram_bytes, WorkingFolder(parent))

@@ -41,7 +41,7 @@ _FITTED = (*_EVALUATED, "trainer")
 
 
 def find_run(config: Any, plain: Mapping[str, Any], *, is_fit: bool) -> EarlierRun | None:
-    """Return the run that ``ckpt_path`` means, and replace ``ckpt_path`` by the checkpoint's path.
+    """Find the run to which ``ckpt_path`` (last, best or a path) refers, and set ``ckpt_path`` to its checkpoint.
 
     Raises:
         ConfigurationError: if there is no such run or checkpoint, or its configuration differs.
@@ -122,7 +122,7 @@ def set_folder(trainer: Any, run: EarlierRun | None) -> None:
 
 
 def clean_up_after(run: EarlierRun) -> None:
-    """Remove unfinished files of a killed run."""
+    """Remove half-written files that a killed run has left."""
     remove_unfinished(run.checkpoint.parent)
     remove_unfinished(run.folder)
 
@@ -166,7 +166,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def keep_rows(trainer: Trainer, step: int) -> None:
-    """Keep the rows before a step in CSV files of a resumed run.
+    """Keep the rows of ``metrics.csv`` before a given step when a run resumes; Lightning would delete them.
 
     `lightning.pytorch.loggers.CSVLogger` deletes ``metrics.csv`` of a folder in which it begins.
     To be called by the first process alone.
@@ -201,7 +201,7 @@ def _keep(logger: CSVLogger, step: int) -> None:
 
 
 def check_checkpoint(path: Path) -> int:
-    """Return the ``global_step`` of a checkpoint; raise if the file is none."""
+    """Return a checkpoint's ``global_step``; raise if the file is not a checkpoint."""
     problem, checkpoint = _read(path)
     if problem is None:
         return int(checkpoint.get("global_step", 0))

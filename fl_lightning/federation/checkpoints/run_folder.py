@@ -27,12 +27,12 @@ CHECKPOINTS = "checkpoints"
 
 
 def run_folder(trainer: Trainer) -> str:
-    """Return a run's folder, the same in all processes; to be called by all of them."""
+    """Return a run's folder, the same in all processes; every process must call this."""
     return str(trainer.strategy.broadcast(own_run_folder(trainer)))
 
 
 def own_run_folder(trainer: Trainer) -> str:
-    """Return a run's folder as this process knows it; only the first process is sure to know the version.
+    """Return a run's folder as this process knows it; only the first process is sure of the version in its name.
 
     Example:
         >>> own_run_folder(Trainer(logger=CSVLogger("runs", "a", version=3), accelerator="cpu"))
@@ -79,7 +79,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A run that can be resumed."""
+    """An earlier run on disk that can be resumed: its folder, checkpoint and configuration."""
 
     folder: Path  # the folder of the run
     checkpoint: Path  # the checkpoint to resume from
@@ -87,7 +87,7 @@ class EarlierRun:
 
 
 def earlier_runs(root: Path) -> Iterator[EarlierRun]:
-    """Yield the runs below a folder that have a checkpoint, newest first."""
+    """Yield the resumable runs (with a checkpoint) below a folder, newest first."""
     found = [*root.glob(f"*/*/{CONFIG}"), *root.glob(f"*/{CONFIG}")]
     seen: set[Path] = set()
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -119,14 +119,14 @@ def run_of(checkpoint: Path) -> EarlierRun | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the last checkpoint in a folder: the newest ``last*.ckpt``, or else the newest."""
+    """Return the newest ``last*.ckpt`` in a folder, else the newest checkpoint; None if there is none."""
     by_time = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     named = [path for path in by_time if path.name.startswith(Path(LAST).stem)]
     return next(reversed(named or by_time), None)
 
 
 def differences(then: Any, now: Any, sections: Iterable[str]) -> list[str]:
-    """Return the differences of two configurations in some sections, as text."""
+    """Describe where two configurations differ in the given sections: one text per option."""
     then, now = (
         {key: value for part in sections for key, value in _leaves(part, given.get(part))}
         for given in (then, now)
@@ -150,7 +150,7 @@ def _shown(config: Mapping[str, Any], key: str) -> str:
 def choose(
     root: Path, config: Mapping[str, Any], sections: Sequence[str], *, changed: bool
 ) -> EarlierRun:
-    """Return the newest run of a configuration.
+    """Return the newest run with this configuration; with ``changed``, the most similar run if none has it.
 
     Raises:
         ConfigurationError: if there is no such run.
@@ -173,7 +173,7 @@ def choose(
 
 
 def refuse(run: EarlierRun, found: Sequence[str]) -> None:
-    """Raise if a run is to be resumed with another configuration."""
+    """Raise, naming the differences, if a run is to be resumed with another configuration."""
     if not found:
         return
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
@@ -185,7 +185,7 @@ def refuse(run: EarlierRun, found: Sequence[str]) -> None:
 
 
 def _own_folders(config: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the folders of checkpoints that a configuration sets."""
+    """Yield the folders that a configuration sets for checkpoints (``dirpath`` of its callbacks)."""
     callbacks = (config.get("trainer") or {}).get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         if dirpath := (callback.get("init_args") or {}).get("dirpath"):

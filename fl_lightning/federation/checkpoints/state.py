@@ -41,7 +41,7 @@ class MissedPlateaus:
         self._epoch, self._positions, self._num_left = epoch, positions, 2
 
     def catch_up(self, trainer: Trainer) -> None:
-        """Step the schedules that Lightning did not step at the end of the last epoch; called when an epoch starts."""
+        """At an epoch's start, step ReduceLROnPlateau schedules that Lightning left out at the last epoch's end."""
         if self._epoch is None or trainer.current_epoch <= self._epoch or not self._num_left:
             return
         for config, position in zip(plateaus(trainer), self._positions, strict=False):
@@ -61,7 +61,7 @@ def plateaus(trainer: Trainer) -> list[LRSchedulerConfig]:
 
 
 def run_state(rounds: FitRounds) -> dict[str, Any]:
-    """Return the state of a run.
+    """Return a federated run's state for a checkpoint: server, stages, engine, client states and metrics.
 
     Updates of an open round are left out: a resumed run trains that round again from its start. Only one
     of several processes writes the checkpoint, and sums of an open round have no noise and need keys.
@@ -97,7 +97,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
 
 
 def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> MissedPlateaus:
-    """Restore a run from a checkpoint, taken between rounds or inside one.
+    """Restore a run from a checkpoint that was saved between two rounds or during a round.
 
     Raises:
         ConfigurationError: if the checkpoint is of another model, seed or configuration, or of a version of
@@ -139,7 +139,7 @@ def _load(rounds: FitRounds, state: dict[str, Any]) -> MissedPlateaus:
 
 
 def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
-    """Raise if a checkpoint is of another run; nothing is loaded yet but names of personal tensors."""
+    """Raise if a checkpoint is of a run with another model, seed or feature; load only names of tensors."""
     run, saved = rounds.run, state["stages"]
     keys = {stage.key for stage in rounds.stages}
     for key, what in _CHOICES.items():

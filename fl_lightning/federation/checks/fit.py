@@ -141,7 +141,7 @@ ADDED_TO_LOSS = (
 
 
 def any_maximises(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether an optimizer maximises."""
+    """Return whether any optimizer has ``maximize=True``."""
     groups = (group for each in optimizers for group in each.param_groups)
     return any(group.get("maximize") for group in groups)
 
@@ -165,12 +165,12 @@ HIDDEN = {
 
 
 def check_module_together(module: LightningModule, options: Options) -> None:
-    """Raise if options conflict with the module."""
+    """Raise if the federation's options conflict with the module, e.g. with manual optimization."""
     check_together({**options.parts, **_of_module(module)})
 
 
 def check_trainer_together(trainer: Trainer, options: Options) -> None:
-    """Raise if options conflict with the optimizers, schedules and masks of a Trainer."""
+    """Raise if the federation's options conflict with a Trainer's optimizers, learning-rate schedules or masks."""
     parts = {**options.parts, **_of_module(trainer.lightning_module), **_of_masks(trainer)}
     if len(trainer.optimizers) > 1:
         name = f"the model with {len(trainer.optimizers)} optimizers"
@@ -190,10 +190,10 @@ def check_simple(
     cohort: Cohort,
     aggregator: Aggregator,
 ) -> None:
-    """Raise if parts conflict in rounds without a Trainer."""
+    """Raise if options of rounds without a Trainer conflict with each other, with the module or with the data."""
     if aggregator.protection is not None:
         raise ConfigurationError(
-            f"{type(aggregator).__name__} hides the updates, which needs a Trainer: use Federation"
+            f"SimpleFederation cannot hide updates from the server: use Federation for {type(aggregator).__name__}"
         )
     parts = {type(part).__name__: traits_of(part) for part in (cohort, aggregator, *stages)}
     most = len(data.clients)
@@ -209,7 +209,7 @@ def check_simple(
 
 
 def network_parts(trainer: Trainer, module: Any, options: Options) -> dict[str, Traits]:
-    """Return the traits of a run over a real network, by the part that has them."""
+    """Return what each option, callback and setting of a run over a network needs and breaks, by name."""
     parts = {**options.parts, **_of_module(module), **_of_masks(trainer), **NETWORK}
     others = trainer.callbacks  # type: ignore[attr-defined]
     parts |= {type(each).__name__: traits_of(each) for each in others}
@@ -258,7 +258,7 @@ UPDATE_WEIGHT = Traits(
 def check_update_weights(
     data: FederatedDataModule, parts: Mapping[str, Traits], aggregator: Aggregator | None
 ) -> None:
-    """Raise if updates cannot be weighted by a column of clients' examples."""
+    """Raise if ``data.update_weight`` conflicts with other options, or exceeds the aggregator's limit."""
     if data.update_weight is None:
         return
     check_together({"data.update_weight": UPDATE_WEIGHT, **parts})
@@ -271,7 +271,7 @@ def check_update_weights(
 
 
 def check_cohort_size(most: int, min_replies: int, aggregator: Aggregator | None) -> None:
-    """Raise if cohorts can never be large enough."""
+    """Raise if no cohort can have as many clients as ``min_replies`` or the aggregator requires."""
     if min_replies > most:
         raise ConfigurationError(
             f"federation.min_replies is {min_replies}, but a round has at most {most} clients: lower it, or raise "
@@ -303,7 +303,7 @@ _EXAMPLES = 64
 
 @runtime_checkable
 class ChecksBatches(Protocol):
-    """A module that checks training batches."""
+    """A module that can check whether a training batch suits it (`check_batch`)."""
 
     def check_batch(self, batch: Any) -> None:
         """Raise if the module cannot train on a batch."""

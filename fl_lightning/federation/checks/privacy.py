@@ -24,7 +24,7 @@ class ReleasesUnprotected(Protocol):
 
     @property
     def unprotected(self) -> str:
-        """Text on the data that it shows and where; empty for none."""
+        """Text on which client data this object shows without noise, and where; empty if it shows none."""
 
 
 def shown_by(owners: Iterable[object]) -> list[str]:
@@ -55,7 +55,7 @@ def check_trainer_private(trainer: Trainer, options: Options) -> None:
 
 
 def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
-    """Raise if a learning rate follows metrics without noise; warn of callbacks that monitor them.
+    """Raise if a learning-rate schedule monitors a metric without noise; warn of callbacks that monitor such metrics.
 
     To be called at a round's end, before Lightning's schedules step.
     """
@@ -79,7 +79,7 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
 
 
 def check_local_steps(trainer: Trainer, accumulate: int) -> None:
-    """Raise if local steps do more with a batch than to sum its examples' gradients."""
+    """Raise if a local step does more with a batch than sum its examples' gradients, as example privacy assumes."""
     check_examples_apart(trainer.lightning_module)
     problems = list(_step_problems(trainer, accumulate))
     if problems:

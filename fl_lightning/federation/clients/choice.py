@@ -63,7 +63,7 @@ LEAST_BY_SLOTS, LEAST_BY_SPEEDUP = 1.1, 1.03
 
 
 class EngineChooser:
-    """Chooses the engine of a run, once, by the federation's options and the stages.
+    """Chooses once how a run's clients train: sequentially, with speedups, or many at once in slots.
 
     Raises:
         ConfigurationError: if the options name a speedup that does not apply.
@@ -94,7 +94,7 @@ class EngineChooser:
         self.slots: SlotEngine | None = None
 
     def choose(self, model: GlobalModel, work: Sequence[ClientWork], alone: TrainAlone) -> None:
-        """Choose an engine, unless one has been chosen or no client has work; never fails.
+        """Choose and log how clients train, unless that has been chosen or no client has work; never fails.
 
         Args:
             model: the global model.
@@ -183,7 +183,7 @@ class EngineChooser:
         return f" with {', '.join(self._step.speedups)} ({speed:.2f} times the plain steps' speed)"
 
     def _forced_slots(self, trial: Trial) -> tuple[SlotEngine, str]:
-        """Return slots, whatever their speed, and the reason as text.
+        """Return a slot engine (trains many clients at once), whatever its speed, and the reason for the log.
 
         Raises:
             CannotStack: if slots do not give the sequential engine's updates.
@@ -193,7 +193,7 @@ class EngineChooser:
         return self._slots_for(trial.work, stacking, compiled=is_long), "as asked for"
 
     def _faster_slots(self, trial: Trial) -> tuple[SlotEngine, str]:
-        """Return slots if they are faster, and the reason as text.
+        """Return a slot engine if it is faster than sequential training, and the reason for the log.
 
         Raises:
             CannotStack: if slots are not faster, or the run is too short for a trial.
@@ -239,7 +239,7 @@ class EngineChooser:
     def _slots_for(
         self, work: Sequence[ClientWork], stacking: StackedOptions, *, compiled: bool
     ) -> SlotEngine:
-        """Return slots for some clients: as many as fit memory and clients, or fewer if that takes no longer.
+        """Return a slot engine with as many slots as memory and clients allow, or fewer if that takes no longer.
 
         Clients with equal numbers of steps end together: for 100 clients, 32 slots need four turns, as do 25.
         """
@@ -256,7 +256,7 @@ class EngineChooser:
         return ", direct layers in float32" if is_more else ""
 
     def fall_back(self, reason: CannotStack) -> None:
-        """Choose and log another engine, after slots have failed."""
+        """Choose and log another engine, after slots could not run a training step."""
         assert self.slots is not None
         whole = self.slots.whole(reason) if isinstance(reason, CannotPad) else None
         is_whole, self.slots = whole is not None, whole
@@ -268,12 +268,12 @@ class EngineChooser:
             rank_zero_info(text)
 
     def renew(self) -> None:
-        """Rebuild the chosen engine for changed masks."""
+        """Rebuild the slot engine, if it was chosen, because masks have changed."""
         if self.slots is not None:
             self.slots = SlotEngine(self._trainer, self._local, self.slots.stacking)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the chosen engine, for a checkpoint."""
+        """Return how clients train (engine, slots, speedups), for a checkpoint."""
         return {
             "asked": self._asked,
             "is_chosen": self.is_chosen,
@@ -283,7 +283,7 @@ class EngineChooser:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt the choice of a resumed run or of another process, unless it was made under other options."""
+        """Adopt the engine of a resumed run or of another process, unless it was chosen under other options."""
         is_same = state.get("asked", self._asked) == self._asked
         if self.is_chosen or not (state["is_chosen"] and is_same):
             return

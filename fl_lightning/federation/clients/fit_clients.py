@@ -32,7 +32,7 @@ from fl_lightning.updates.message import bytes_up
 
 
 class FitClients:
-    """Trains the clients of one fit.
+    """The clients' side of a fit: trains clients sequentially or in slots, and yields their updates.
 
     Attributes:
         local: the sequential engine.
@@ -70,12 +70,12 @@ class FitClients:
         )
 
     def renew_space(self) -> None:
-        """Rebuild the layout of the exchanged vectors and the engine for the current masks."""
+        """Rebuild the layout of the exchanged vectors, and the slot engine if there is one, for the current masks."""
         self.local.renew_space()
         self.engine.renew()
 
     def add_named_state(self) -> bool:
-        """Add the tensors of ``federation.client_state`` to the state of a resumed run; return whether any is new."""
+        """Add the tensors of ``federation.client_state`` to those that a resumed run exchanges; return if any is new."""
         names = self.local.state_names
         more = [] if names is None else self.rehearsal.together([names])
         if names is None or more == names:
@@ -84,7 +84,7 @@ class FitClients:
         return True
 
     def find_state(self, cohort: Iterable[int], ranks: Ranks) -> bool:
-        """Find the buffers and frozen parameters that clients change, over all processes.
+        """Find which buffers and frozen parameters clients change, over all processes.
 
         Returns:
             Whether these tensors are known now.
@@ -101,7 +101,7 @@ class FitClients:
         return True
 
     def choose_engine(self, model: GlobalModel, cohort: Iterable[int], ranks: Ranks) -> None:
-        """Choose the engine before the first clients train, the same in all processes."""
+        """Choose how clients train, sequentially or in slots, before the first trains; same choice in all processes."""
         if ranks.rank == 0:
             with self.collector.listening_to(self._module):
                 work = self.plan.of([*cohort], self._run.round_index)
@@ -117,7 +117,7 @@ class FitClients:
         self.local.show_lists()
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
-        """Train clients with the same start, and yield their updates.
+        """Train clients that start from the same model and options, and yield their updates or failures.
 
         Afterwards the module holds the last client's model.
 
@@ -131,7 +131,7 @@ class FitClients:
     def _train_as_of(
         self, start: Start, work: GroupWork
     ) -> Generator[Upload | Missing, None, None]:
-        """Train clients with the optimizer options of their start: in slots where possible, else sequentially."""
+        """Train clients with the optimizer options of the round in which they started, in slots or else sequentially."""
         with self.local.round_start.as_of(start.options):
             if self.engine.slots is not None:
                 work = yield from self._train_stacked(self.engine.slots, start, work)
@@ -140,7 +140,7 @@ class FitClients:
     def _train_stacked(
         self, slots: SlotEngine, start: Start, work: GroupWork
     ) -> Generator[Upload | Missing, None, GroupWork]:
-        """Train clients with the same start, yield their updates, and return the work left to do.
+        """Train clients in slots, yield their updates, and return the work of those that must train sequentially.
 
         Raises:
             CannotStack: if slots cannot run a step.
@@ -193,7 +193,7 @@ class FitClients:
     def _train_alone(
         self, work: ClientWork, model: GlobalModel, *, is_corrected: bool = True
     ) -> TrainedClient:
-        """Train a client sequentially, changing nothing but the module and its metrics."""
+        """Train a client sequentially for a trial or check; change nothing but the module and its metrics."""
         personal = self._stages.first(Personaliser)
         own = None if personal is None else personal.tensors_of(work.client_id)
         own_start = self.local.personal_start if own is None else own

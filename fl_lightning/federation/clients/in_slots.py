@@ -52,7 +52,7 @@ _SHARE_OF_GPU = 1 / 16
 
 
 class SlotEngine:
-    """Trains the clients of a fit in slots.
+    """Trains clients in slots: each step trains many clients at once, as one stacked batch under vmap.
 
     Args:
         trainer: a Trainer, set up for fitting.
@@ -123,12 +123,12 @@ class SlotEngine:
         return self._step.graphs.is_compiled
 
     def leave_out(self, client: int) -> None:
-        """Remove a client of the current turn from metrics, because its update cannot be used."""
+        """Remove a client whose update cannot be used from the metrics of the clients that trained together with it."""
         self._slots.leave_out(client)
 
     @property
     def kept(self) -> dict[int, Tensor]:
-        """New personal tensors of the clients that have trained, by client; empty without personalisation."""
+        """New personal tensors of the clients that have trained in slots, by client; empty without personalisation."""
         return {} if self._own is None else self._own.kept
 
     def train(
@@ -138,7 +138,7 @@ class SlotEngine:
         term: TermOf | None = None,
         own: OwnOf | None = None,
     ) -> Iterator[Updates]:
-        """Train clients and yield their updates.
+        """Train clients in slots, several at once, and yield their updates.
 
         Args:
             model: the global model.
@@ -162,7 +162,7 @@ class SlotEngine:
                 self._collector.add_metric(name, names.get(name, name), metric)
 
     def _as_far_as_possible(self, updates: Iterator[Updates]) -> Iterator[Updates]:
-        """Convert any exception in slots to `CannotStack`; sequential training raises errors of the user again."""
+        """Convert exceptions in slots to `CannotStack`; sequential training then raises the user's own errors again."""
         try:
             yield from updates
         except (CannotStack, ClientFailure, ConfigurationError):
@@ -171,7 +171,7 @@ class SlotEngine:
             raise cannot_run(error) from error
 
     def whole(self, reason: CannotPad) -> SlotEngine:
-        """Return a slot engine that trains batches of their full size, without padding."""
+        """Return the same slot engine without padding of smaller batches."""
         stacking = replace(self.stacking, padded=False, whole_because=str(reason))
         return SlotEngine(self._trainer, self._local, stacking)
 
@@ -179,7 +179,7 @@ class SlotEngine:
 def raise_if_impossible(
     trainer: Trainer, accumulate: int, one_at_a_time: str | None = None
 ) -> None:
-    """Raise if slots are impossible, before any step.
+    """Raise if the Trainer's settings rule out slots (many clients trained at once); no step is tried.
 
     Args:
         trainer: a Trainer, set up for fitting.
@@ -225,7 +225,7 @@ def pads(asked: bool | None, module: nn.Module) -> bool:
 def one_at_a_time(
     trainer: Trainer, local: LocalTrainer, stages: Stages, own_stages: Sequence[Stage]
 ) -> str | None:
-    """Return why the configuration needs one client at a time; None if it does not.
+    """Return why the configuration must train one client at a time; None if it need not.
 
     Args:
         trainer: a Trainer, set up for fitting.
@@ -267,7 +267,7 @@ def _clipping(trainer: Trainer) -> dict[str, Any]:
 
 
 def cannot_run(error: Exception) -> CannotStack:
-    """Return the reason why slots cannot run a step that raised an error."""
+    """Return a `CannotStack` with the reason why slots cannot run a step, given the error that it raised."""
     if isinstance(error, torch.OutOfMemoryError):
         return CannotStack("the device has too little memory for so many slots (federation.slots)")
     text = str(error).strip() or type(error).__name__

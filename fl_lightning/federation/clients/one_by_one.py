@@ -42,7 +42,7 @@ class OneByOne:
         self._watches = True
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
-        """Train clients with the same start, and yield their updates.
+        """Train clients that start from the same model and options, and yield their updates or failures.
 
         Afterwards the module holds the last client's model.
         """
@@ -91,12 +91,12 @@ class OneByOne:
         return Upload(start, updates, updates, bytes_up(updates))
 
     def train_alone(self, training: LocalTraining) -> ClientUpdate:
-        """Train a client whose update is not aggregated."""
+        """Train a client for a trial or check, and return its update, which is not aggregated."""
         with self._counts.of(training.work):
             return self._run(training)[0]
 
     def _run(self, training: LocalTraining) -> tuple[ClientUpdate, Callable[[], None] | None]:
-        """Return a client's update, and a function that stores its new states; None without any."""
+        """Train a client; return its update and a function that stores its new states, None if it has none."""
         having, work, remember = self._stages.having, training.work, None
         with ExitStack() as around:
             for stage in having["around"]:

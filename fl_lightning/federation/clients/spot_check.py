@@ -65,7 +65,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class TrainedClient:
-    """Result of a client's training.
+    """Result of a client's training: its update, and its personal tensors before and after.
 
     Attributes:
         update: the client's update.
@@ -84,7 +84,7 @@ TrainAlone = Callable[[ClientWork, GlobalModel], TrainedClient]
 
 
 def drawn(work: GroupWork, fraction: float) -> GroupWork:
-    """Return the work of the clients to check, drawn by seed, round and client alone.
+    """Return the work of randomly drawn clients to check; the draw depends on seed, round and client alone.
 
     Clients drawn with a smaller fraction are also drawn with a larger one.
 
@@ -100,7 +100,7 @@ def drawn(work: GroupWork, fraction: float) -> GroupWork:
 
 
 def remark_of(fraction: float) -> str:
-    """Return the fraction of checked clients as text, for the log line on the engine."""
+    """Return a clause for the log: the fraction of clients that are trained both ways as a check."""
     if fraction == 0:
         return ", none of them checked (federation.spot_check: 0)"
     if fraction == 1:
@@ -109,7 +109,7 @@ def remark_of(fraction: float) -> str:
 
 
 class SpotCheck:
-    """Checks some of the clients that have trained in slots from the same model.
+    """Trains some of the clients that trained in slots once more, sequentially, and compares the results.
 
     Args:
         fraction: fraction of the clients in slots that are checked.
@@ -152,7 +152,7 @@ class SpotCheck:
                 self._found[client] = TrainedClient(update, own, own)
 
     def compare(self, start: GlobalModel, present: GlobalModel) -> None:
-        """Train the drawn clients sequentially and compare the results.
+        """Train the drawn clients sequentially; raise if a result differs from that in slots by more than rounding.
 
         Args:
             start: the model from which they started.
@@ -188,7 +188,7 @@ class SpotCheck:
                         param.copy_(value)
 
     def look(self, work: ClientWork, found: TrainedClient, start: GlobalModel) -> None:
-        """Train one client sequentially, and compare the result with that from slots.
+        """Train one client sequentially; raise if the result differs from that in slots by more than rounding.
 
         Raises:
             EnginesDiffer: if the results differ by more than rounding.
@@ -208,7 +208,7 @@ class SpotCheck:
 
 
 class Difference(NamedTuple):
-    """The largest difference between two results of a client's training.
+    """Largest difference between two results of a client's training, and the difference that rounding explains.
 
     Attributes:
         name: the vector or logged value that differs.
@@ -231,7 +231,7 @@ def difference(
     rounding: Rounding,
     num_seen: float,
 ) -> Difference | None:
-    """Compare two results of a client's training; None if they differ by rounding only.
+    """Return the largest difference between two results of a client's training; None if rounding explains all.
 
     Args:
         expected: the result of one engine.
@@ -271,7 +271,7 @@ def _outcome(alone: TrainAlone, work: ClientWork, start: GlobalModel) -> Result:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Sizes of rounding errors: of one operation, and of a client's update.
+    """Sizes of rounding errors: of one floating-point operation, and of a client's whole update.
 
     Attributes:
         unit: approximate relative error of one operation.
@@ -283,7 +283,7 @@ class Rounding:
 
     @classmethod
     def of(cls, precision: str | int | None, module: nn.Module) -> Rounding:
-        """Return the rounding of a module under a Trainer's precision."""
+        """Return the expected rounding errors for a module's dtypes and a Trainer's precision."""
         floating = [p for p in module.parameters() if p.is_floating_point()]
         fewest_bytes = min(p.itemsize for p in floating)
         if precision not in FULL_PRECISIONS or fewest_bytes < 4:  # or a part is in half precision
@@ -307,7 +307,7 @@ def _has_coarse_products(params: list[nn.Parameter]) -> bool:
 
 
 def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: float) -> dict[str, float]:
-    """Return `differences`; an infinite one if exactly one result is a failure, none if both are failures."""
+    """Return `differences` of two results: infinite if exactly one is a failure, empty if both are failures."""
     has_failed = [isinstance(result, ClientFailure) for result in (expected, found)]
     if isinstance(expected, ClientFailure) or isinstance(found, ClientFailure):
         return {} if all(has_failed) else {_FAILURE: math.inf}
@@ -317,7 +317,7 @@ def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: float) 
 def differences(
     expected: TrainedClient, found: TrainedClient, start: GlobalModel, num_seen: float
 ) -> dict[str, float]:
-    """Return the relative differences of two results, by vector or logged value.
+    """Return relative differences between two results of a client's training, by vector or logged value.
 
     Args:
         expected: the result of one engine.

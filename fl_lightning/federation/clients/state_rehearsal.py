@@ -31,7 +31,7 @@ _NUM_STEPS = 2
 
 
 class StateRehearsal:
-    """Takes local steps that leave no trace, to find the tensors that they change.
+    """Takes a client's first local steps without a trace, to find which buffers and frozen parameters they change.
 
     Args:
         run: the run.
@@ -54,22 +54,22 @@ class StateRehearsal:
 
     @property
     def known(self) -> list[str]:
-        """Names of the tensors that are known to be state before any rehearsal."""
+        """Names of the buffers and frozen parameters that clients are known to change, without a rehearsal."""
         return self.together([])
 
     @property
     def is_needed(self) -> bool:
-        """True if it is unknown whether clients change some tensor, or an average that counts its updates."""
+        """True if only a rehearsal can tell which tensors clients change, or whether they change a counted average."""
         counts = any(map(_may_count, self._module.modules()))
         return counts or set(candidates(self._module)) != set(self.known)
 
     def together(self, answers: Iterable[Sequence[str]]) -> list[str]:
-        """Return the names of known state and of state found by rehearsals, in the module's order."""
+        """Return the names of tensors that clients change, known or found by rehearsals, in the module's order."""
         found = {*self._patterns, *(name for answer in answers for name in answer)}
         return [name for name in candidates(self._module) if name in found]
 
     def changed_by(self, work: Iterable[ClientWork]) -> list[str] | None:
-        """Return the names of tensors that the first client changes; None if no client can take a step.
+        """Return the names of tensors that one client's first steps change; None if no client can take a step.
 
         A client that fails here fails again when it trains; otherwise see `warn_of_failures`.
         """
@@ -89,7 +89,7 @@ class StateRehearsal:
         return None
 
     def warn_of_failures(self, record: RoundRecord) -> None:
-        """Warn of clients whose steps failed in the rehearsal, and not in training."""
+        """Warn of clients whose steps failed when they were tried before the first round, but not in training."""
         ended = {*record.finished}.difference(record.skipped, record.lost)
         for client in self.failures.keys() & ended:
             error = self.failures.pop(client)
@@ -159,7 +159,7 @@ def _may_count(module: nn.Module) -> bool:
 
 
 def check_counts(module: nn.Module, changed: Collection[str]) -> None:
-    """Check that no average that clients change depends on a count of its updates.
+    """Raise if clients change a running average that depends on the count of its updates.
 
     Raises:
         ConfigurationError: if one does: its count is an integer buffer, which is reset for every client.
@@ -182,7 +182,7 @@ def check_counts(module: nn.Module, changed: Collection[str]) -> None:
 
 
 def matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names that match a pattern with ``*`` and ``?``, as a whole or after a dot.
+    """Return the names of buffers and frozen parameters that match a pattern, as a whole or after a dot.
 
     Raises:
         ConfigurationError: if a pattern matches no name.

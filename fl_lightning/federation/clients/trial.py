@@ -69,7 +69,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """Trains clients to compare engines, and discards the results.
+    """Trains clients with several engines before a run, to compare results and times; discards the results.
 
     Args:
         trainer: a Trainer, set up for fitting.
@@ -89,7 +89,7 @@ class Trial:
 
     @property
     def num_steps(self) -> float:
-        """Approximate number of local steps of the whole run, in a resumed run as well."""
+        """Approximate number of local steps of all clients in the whole run, finished rounds included."""
         # a round is one step of the server
         limits = (self.trainer.max_epochs, self.trainer.max_steps)
         rounds = min((n for n in limits if n is not None and n >= 0), default=math.inf)
@@ -98,7 +98,7 @@ class Trial:
         return rounds * sum(len(client.sizes) for client in self.work)
 
     def seconds(self, *ways: Way, turns: int = _TURNS) -> list[float]:
-        """Return the shortest seconds of a local step in each way; the ways alternate."""
+        """Return the shortest measured seconds per local step of each way to train; the ways take turns."""
         is_cpu = self.trainer.strategy.root_device.type == "cpu"
         clock = time.thread_time if is_cpu else time.perf_counter
         shortest = [math.inf] * len(ways)
@@ -125,7 +125,7 @@ class Trial:
         return max(self.work, key=lambda client: len(client.sizes))
 
     def speed_of(self, added: Speedup, seconds: float) -> float:
-        """Return the relative speed of steps with one more speedup; 0 if steps fail or give another result.
+        """Return how many times as fast local steps are with one more speedup; 0 if they fail or differ in result.
 
         Args:
             added: the speedup to add to those in use.
@@ -174,7 +174,7 @@ class Trial:
         raise reason
 
     def _compare(self, stacking: StackedOptions, sample: ClientWork) -> None:
-        """Train a client in slots and sequentially.
+        """Train a client in slots and sequentially, and raise if the results differ.
 
         Raises:
             CannotStack: if slots cannot train it, or a result differs.
@@ -232,7 +232,7 @@ class Trial:
 
 
 def sizes_to_try(work: Sequence[ClientWork], full: int) -> list[int]:
-    """Return the batch sizes of a trial: with padding small and large ones, without padding one or two large ones.
+    """Return the batch sizes to try: with padding small and large ones, without padding one or two large ones.
 
     Args:
         work: the work of the clients whose batches are padded; empty without padding.
@@ -251,12 +251,12 @@ def sizes_to_try(work: Sequence[ClientWork], full: int) -> list[int]:
 
 
 def _of_sizes(client: ClientWork, sizes: list[int]) -> ClientWork:
-    """Return a client's work on batches of given sizes, which may share examples."""
+    """Return a client's work with batches of given sizes, which may share examples, for a trial."""
     order = torch.cat([client.order[torch.arange(size) % len(client.order)] for size in sizes])
     return client._replace(order=order, sizes=sizes)
 
 
 def _numbers(metric: Metric) -> Tensor:
-    """Return all states of a metric as one vector."""
+    """Return all states of a torchmetrics object as one vector."""
     states = [s for v in metric.metric_state.values() for s in (v if isinstance(v, list) else [v])]
     return torch.cat([torch.zeros(0), *(s.detach().float().cpu().flatten() for s in states)])

@@ -84,7 +84,7 @@ def exchange(run: Run, record: RoundRecord, server: Server, failure: Failure | N
 
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:
-    """Return the failure of the client with the lowest id, which a single process would raise."""
+    """Return the failure of the failed client with the lowest id, which a single process would raise."""
     failures = {r.failure: r.behind for r in reports if r.failure is not None}
     first = min(failures, key=lambda failure: getattr(failure, "client_id", -1), default=None)
     if first is not None and (behind := failures[first]) is not None:
@@ -93,7 +93,7 @@ def first_failure(reports: Sequence[Report]) -> Failure | None:
 
 
 def share_memories(run: Run, waiting: Sequence[Waiting]) -> None:
-    """Share the new client states of a round among all processes; called by all of them.
+    """Send clients' new states of a round to all processes; every process must call this.
 
     The vectors are sent one after the other, so that no process holds all of them in RAM.
 

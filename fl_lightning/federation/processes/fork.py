@@ -55,7 +55,7 @@ _SECONDS_TO_FAIL, _SECONDS_TO_SAVE = 1.0, 120.0
 
 
 class ForkLauncher:
-    """Launcher that runs a Trainer's function in several processes on CPUs.
+    """Lightning launcher that runs a Trainer's function in several forked processes on CPUs.
 
     Args:
         strategy: the strategy of the processes.
@@ -77,7 +77,7 @@ class ForkLauncher:
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any
     ) -> Any:
-        """Run a function in every process and return the first one's result.
+        """Run a Trainer's function in every forked process, and return the first process's result.
 
         Raises:
             ProcessFailure: if a process was killed. An error that a process raised is raised unchanged.
@@ -129,7 +129,7 @@ class ForkLauncher:
         return outcome.bring_into(trainer)
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the processes that still run.
+        """Send a signal to the forked processes that still run.
 
         Raises:
             SIGTERMException: in a forked process, where Lightning's handler of SIGTERM calls this method
@@ -154,7 +154,7 @@ class ForkLauncher:
         args: Any,
         kwargs: Any,
     ) -> None:
-        """Run the function in a forked process, which starts with signals blocked."""
+        """Run the Trainer's function in a forked process, which starts with signals blocked."""
         gc.freeze()  # objects of the parent may have threads, for which freeing them here would wait
         torch.set_num_threads(1)
         self.is_within = True
@@ -183,7 +183,7 @@ class ForkLauncher:
             _mask_signals(signal.SIG_BLOCK)
 
     def _call_on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Call ``on_exception`` of the first process's callbacks, which may save checkpoints."""
+        """Call the callbacks' ``on_exception`` in the first forked process, where they may save checkpoints."""
         for number in (signal.SIGINT, signal.SIGTERM):  # a second Ctrl-C must not stop the saving
             signal.signal(number, signal.SIG_IGN)
         if distributed.is_initialized():
@@ -258,7 +258,7 @@ def _wait_for_first(process: Any, note: Path) -> None:
 
 
 class ProcessTraceback(Exception):  # noqa: N818 - it is the cause of an error, not one itself
-    """Traceback of an error in another process as a text; a second text, or None, is that of its cause."""
+    """Holds a traceback from another process as text, and the traceback of that error's cause, or None."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
@@ -286,7 +286,7 @@ def _write_error(error: BaseException, path: Path) -> None:
 
 
 def _read_error(path: Path) -> BaseException:
-    """Read an error; its cause holds the traceback."""
+    """Read an error that another process has written; its ``__cause__`` holds that process's traceback."""
     error, *traces = pickle.loads(path.read_bytes())
     assert isinstance(error, BaseException)
     error.__cause__ = ProcessTraceback(*traces)
@@ -294,7 +294,7 @@ def _read_error(path: Path) -> BaseException:
 
 
 def _name_runs(trainer: Trainer) -> None:
-    """Choose the versions of loggers in the parent, so that all processes have the same.
+    """Choose the run versions of loggers in the parent process, so that all forked processes use the same.
 
     W&B writes its buffer when Python exits. A forked process ends without that, so it ends its run itself.
     The parent, in a test after the fit, opens the same run again by its name.
@@ -315,7 +315,7 @@ def _end_runs(trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class TrainerOutcome:
-    """The result of a Trainer's function, and the state of the Trainer after it."""
+    """Result of a Trainer's function in a forked process, and the Trainer's state after it."""
 
     # return value of the function; None for predictions, of which each process has a part
     result: Any
@@ -330,7 +330,7 @@ class TrainerOutcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:
-        """Return the outcome of a function that has run in this process."""
+        """Collect a Trainer's state, and its function's result, in the forked process that ran the function."""
         fitted = trainer.state.fn == TrainerFn.FITTING
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return cls(
@@ -345,7 +345,7 @@ class TrainerOutcome:
         )
 
     def bring_into(self, trainer: Trainer) -> Any:
-        """Load the outcome into the parent's Trainer and return the result."""
+        """Load the state into the parent process's Trainer, and return the function's result."""
         if self.weights is not None:
             # as a fit in one process leaves it, e.g. in double precision
             module = trainer.precision_plugin.convert_module(trainer.lightning_module)
@@ -369,7 +369,7 @@ class TrainerOutcome:
 
 
 def _or_error(call: Callable[[], Any]) -> Any:
-    """Return what a user's callback returns, or the text of its error."""
+    """Call a function of a user's callback; return its result, or the text of its error."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - whatever a user's callback raises
@@ -383,7 +383,7 @@ def _pickled(callback: Callback) -> bytes:
 
 
 def _load(callback: Callback, pickled: bytes | str) -> str | None:
-    """Load a callback's state; return the text of the error if there is no state because pickling failed."""
+    """Load a callback's pickled state; if pickling had failed, return the text of that error instead."""
     if isinstance(pickled, str):
         return pickled
     if state := torch.load(io.BytesIO(pickled), weights_only=False) if pickled else {}:

@@ -74,7 +74,7 @@ def _install(handlers: Mapping[int, Handler]) -> dict[int, Handler]:
 
 
 class Interruption(Callback):
-    """Stops a fit after a completed round when Ctrl-C is pressed.
+    """Callback that stops a fit after a completed round when Ctrl-C is pressed.
 
     Attributes:
         is_asked: whether it was pressed in this process, or (known after an exchange) in another one.
@@ -90,11 +90,11 @@ class Interruption(Callback):
         self._is_forked = False
 
     def agree(self) -> None:
-        """Stop all processes after this round."""
+        """Note that all processes have agreed to stop after this round."""
         self.is_asked = self._is_agreed = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the signal handlers of training."""
+        """Install handlers of Ctrl-C and SIGTERM for the time of training."""
         self._parent = os.getppid()
         handlers: dict[int, Handler] = {signal.SIGINT: self._ask, signal.SIGALRM: _give_up}
         if not _is_requeued(trainer):
@@ -110,13 +110,13 @@ class Interruption(Callback):
         raise Interrupted(signal.SIGINT)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the earlier signal handlers."""
+        """Restore the signal handlers from before training."""
         self._let_go()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Restore the earlier signal handlers."""
+        """Restore the signal handlers from before training."""
         self._let_go()
 
     @contextmanager
@@ -200,13 +200,13 @@ def _stop_at_once(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _is_requeued(trainer: Trainer) -> bool:
-    """Return whether SIGTERM of SLURM makes Lightning requeue the run."""
+    """Return whether Lightning requeues the run when SLURM sends SIGTERM."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
 
 def _save_if_missing(trainer: Trainer) -> None:
-    """Save the last round unless a checkpoint has it; called by all processes."""
+    """Save a checkpoint of the last round unless there is one; every process must call this."""
     folder = next(iter(checkpoint_folders(trainer)), None)
     if folder is None or trainer.global_step == 0:  # checkpoints are switched off
         return

@@ -19,7 +19,7 @@ from fl_lightning.core.seeds import Integers
 
 
 class Ranks:
-    """The processes of a Trainer, as one of them sees them.
+    """This process's rank among a Trainer's processes, and its communication with the others.
 
     Attributes:
         rank: rank of this process, in [0, size).
@@ -30,19 +30,19 @@ class Ranks:
         self.rank, self.size = trainer.global_rank, trainer.world_size
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's value, in order of rank; to be called by all of them."""
+        """Return the values of all processes, in order of rank; every process must call this."""
         values = [value] * self.size
         if self.size > 1:
             distributed.all_gather_object(values, value)
         return values
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace a contiguous tensor by that of one process; to be called by all of them."""
+        """Overwrite a contiguous tensor in all processes by that of process ``source``; every process must call this."""
         if self.size > 1:  # as bytes: gloo does not know all types of numbers
             distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=source)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor by its sum over all processes; to be called by all of them."""
+        """Overwrite a contiguous tensor by its sum over all processes; every process must call this."""
         if self.size > 1:
             distributed.all_reduce(tensor.detach())
 

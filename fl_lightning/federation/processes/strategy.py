@@ -40,7 +40,7 @@ _KNOWN = ("fl_lightning.", "lightning.", "pytorch_lightning.")
 
 
 class FederatedStrategy(DDPStrategy):
-    """Several processes without gradient exchange.
+    """Lightning strategy with several processes that train different clients and exchange no gradients.
 
     On CPUs the processes are forked, have one thread each and use gloo. On GPUs there is one process per
     GPU, started as by Lightning's ``ddp``, with NCCL. Processes that torchrun or SLURM started are used
@@ -63,7 +63,7 @@ class FederatedStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> ForkLauncher | None:  # type: ignore[override]
-        """Launcher of the processes."""
+        """Launcher of the processes: forks them on CPUs, else Lightning's own."""
         environment = self.cluster_environment
         if self._fork is None and environment is not None and self.parallel_devices:
             on_cpu = self.parallel_devices[0].type == "cpu"
@@ -74,7 +74,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Join the other processes."""
+        """Join the group of processes, and silence Lightning's warnings that do not apply."""
         # a warning about repeated examples, which `process_dataloader` avoids
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         # where every process evaluates all examples
@@ -83,7 +83,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Set up module and optimizers.
+        """Set up module and optimizers; raise for a fit without a federation.
 
         Raises:
             ConfigurationError: for a fit without a federation, which would train a module per process.
@@ -98,7 +98,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Broadcast weights and buffers of the first process."""
+        """Copy the first process's weights and buffers to all processes; no DDP wrapper is added."""
         assert self.model is not None
         assert self.lightning_module is not None
         ranks = Ranks(self.lightning_module.trainer)
@@ -110,7 +110,7 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluate every example once; Lightning would repeat some for equal shares."""
+        """Change a loader's sampler so that no example is repeated; Lightning would repeat some for equal shares."""
         batches = getattr(dataloader, "batch_sampler", None)
         assert self.lightning_module is not None
         is_prediction = self.lightning_module.trainer.predicting
@@ -153,13 +153,13 @@ class FederatedStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate a batch, with its size as the weight of logged means."""
+        """Run the validation step on a batch, whose size is the weight of the logged means."""
         with self._weighing(*args):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Evaluate a batch, with its size as the weight of logged means."""
+        """Run the test step on a batch, whose size is the weight of the logged means."""
         with self._weighing(*args):
             return super().test_step(*args, **kwargs)
 
@@ -181,7 +181,7 @@ class FederatedStrategy(DDPStrategy):
 
 
 class EvaluationLogs:
-    """Reduces what a module logs per epoch over processes.
+    """Reduces over processes the values that a module logs per epoch in validation and test.
 
     Args:
         module: the module, whose own ``log`` and ``log_dict`` get the values.
@@ -198,7 +198,7 @@ class EvaluationLogs:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Reduces values that are logged inside the block."""
+        """Reduce over processes the values that the module logs inside the block."""
         with (
             shadowed(self._module, "log", self.log),
             shadowed(self._module, "log_dict", self.log_dict),
@@ -206,7 +206,7 @@ class EvaluationLogs:
             yield
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value; the arguments are those of `LightningModule.log`."""
+        """Log a value, to be reduced over processes; the arguments are those of `LightningModule.log`."""
         self._reduce(options)
         if self.batch is not None:
             size = options.get("batch_size")
@@ -216,7 +216,7 @@ class EvaluationLogs:
         self._log(name, value, *args, **options)
 
     def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
-        """Log several values; Lightning's ``log_dict`` gives `log` each with every option."""
+        """Log several values, to be reduced over processes; Lightning's ``log_dict`` calls `log` for each."""
         self._reduce(options)
         self._log_dict(dictionary, *args, **options)
 
@@ -229,7 +229,7 @@ class EvaluationLogs:
 
 
 def _without_padding(sampler: DistributedSampler[object], *, whole: bool) -> None:
-    """Give each process a share of the examples without repetitions, or, if ``whole``, all examples.
+    """Give each process its share of the examples, none repeated, or, if ``whole``, all examples.
 
     Every process also gets all examples if a share would be empty, because a process without a batch would not
     know the names of the metrics to reduce. Means over examples do not change.

@@ -52,12 +52,12 @@ class ServerStep:
     in_flight: frozenset[int]  # versions from which a client still trains
 
     def staleness(self, present: int) -> float:
-        """Return the mean number of server steps between start and arrival."""
+        """Return the mean staleness of this step's updates: server steps between a client's start and its arrival."""
         return sum(present - version for version in self.versions.values()) / len(self.versions)
 
 
 class Arrivals:
-    """The steps of an asynchronous server, computed on first access.
+    """Order in which updates arrive at an asynchronous server, step by step, computed on first access.
 
     Args:
         clock: says which client ends next.
@@ -97,7 +97,7 @@ class Arrivals:
         self._num_started = 0
 
     def step(self, number: int) -> ServerStep:
-        """Return the updates of one server step, counted from 0."""
+        """Return which clients' updates a server step aggregates, with model versions and times; steps count from 0."""
         while len(self._steps) <= number:
             self._steps.append(self._next())
         return self._steps[number]
@@ -149,7 +149,7 @@ class Arrivals:
         return sorted(drawn)
 
     def _wait(self) -> int:
-        """Advance time to the next client that ends, and return the number of lost updates."""
+        """Advance time until the next client has finished, and return how many updates were lost then."""
         ended = self._clock.wait()
         for each in ended:
             del self._at_work[each.client]
@@ -160,29 +160,29 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class ArrivingCohort(Cohort):
-    """Cohort of the clients whose updates arrive; empty if arrivals are not simulated."""
+    """Cohort of an asynchronous run: the clients whose updates a server step aggregates; empty over a network."""
 
     arrivals: Arrivals | None
     buffer_size: int
 
     def expected_size(self, num_clients: int) -> int:
-        """Return the size of the buffer."""
+        """Return the number of updates that a server step aggregates (the buffer size)."""
         return self.buffer_size
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the ids of the clients whose updates the server step aggregates, if known."""
+        """Return the ids of the clients whose updates a server step aggregates; none if arrivals are not simulated."""
         known = {} if self.arrivals is None else self.arrivals.step(round_index).versions
         return np.array(list(known), np.int64)
 
 
 class StaleUpdates(Stage):
-    """Scales updates down by their staleness."""
+    """Scales down updates of clients that started from an old version of the global model."""
 
     def __init__(self, rule: AsyncRule) -> None:
         self._rule = rule
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates scaled by the staleness of their start."""
+        """Return updates scaled by staleness, the number of server steps since their clients started."""
         start, updates = upload.start, upload.arrived
         drift = start.present.params - start.model.params if start.staleness else None
         deltas = self._rule.weighed(updates.deltas, start.staleness, drift)
@@ -205,7 +205,7 @@ class KeptVersions(Stage):
         self._present = 0
 
     def start(self, version: int, start: Start) -> Start:
-        """Return the start of clients that train from a version, given the current start."""
+        """Return the start (model, optimizer options) of clients that train from a given version of the global model."""
         if version == self._present:
             return start
         kept, present = self._models[version], start.present  # out of a checkpoint it is on the CPU
@@ -233,11 +233,11 @@ class Versions(KeptVersions):
         self._arrivals = arrivals
 
     def enter(self, run: Run) -> None:
-        """Receive the run's optimizer options and work plan."""
+        """Keep the run's sequential engine, which has the optimizer options, and its plan of clients' work."""
         self._local, self._plan = run.local, run.plan
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Store the current version if later steps need it, and drop versions that no later step needs."""
+        """Store the current global model if later steps need it, and drop versions that no later step needs."""
         version = self._present = round_index
         step = self._arrivals.step(version)
         if version in step.in_flight:
@@ -248,7 +248,7 @@ class Versions(KeptVersions):
         self._options = {v: kept for v, kept in self._options.items() if v in needed}
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return the clients' work in the rounds in which they started."""
+        """Return each client's work as drawn for the round in which it started, which may be an earlier round."""
         began, clients = self._arrivals.step(self._present).versions, work.client_ids.tolist()
         return self._plan.of(clients, [began.get(client, self._present) for client in clients])
 
@@ -260,13 +260,13 @@ class Versions(KeptVersions):
         ]
 
     def before_step(self, record: RoundRecord) -> None:
-        """Advance virtual time to the server's step."""
+        """Set the round's end to the virtual time of the server step; record clients' durations and mean staleness."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds
         record.more["round/staleness"] = step.staleness(self._present)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stored models by version, and the last arrivals."""
+        """Return the stored global models by version, and which updates arrived last."""
         return {
             "models": {version: dict(vars(model)) for version, model in self._models.items()},
             "options": dict(self._options),
@@ -276,11 +276,11 @@ class Versions(KeptVersions):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
-        """Restore the stored models, and check that arrivals are the same."""
+        """Restore the stored global models; raise if the simulated arrivals differ from the checkpoint's."""
         if "present" not in state:
             raise ConfigurationError(
-                "the checkpoint belongs to an asynchronous run over a network, and its sites are still training "
-                "clients: resume it over the network, or simulate it from its start with RecordedArrivals"
+                "the checkpoint is of an asynchronous run over a network, and was saved while sites were training: "
+                "resume it by `network run`, or simulate the run from its start with RecordedArrivals"
             )
         step = self._arrivals.step(state["present"])
         if (step.versions, sorted(step.in_flight)) != (state["arrived"], state["in_flight"]):

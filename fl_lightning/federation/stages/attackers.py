@@ -63,11 +63,11 @@ class Attackers(Ranged):
 
     @property
     def traits(self) -> Traits:
-        """Traits: attackers need a simulation and break privacy; forging needs single updates."""
+        """Conditions on a round with attackers: a simulation without privacy; forging also needs single updates."""
         return _OF_FORGERY | _OF_ATTACKS if self.forge is not None else _OF_ATTACKS
 
     def choose(self, num_clients: int) -> list[int]:
-        """Return the sorted ids of the attackers.
+        """Draw the attackers among the clients, and return their sorted ids.
 
         Raises:
             ConfigurationError: if a fraction above 0 is less than one client, or more than those not spared.
@@ -103,7 +103,7 @@ class Attackers(Ranged):
             data.poison(self.choose(len(data.clients)), self.poison, run_seed(self.seed))
 
     def wrap(self, aggregator: Aggregator, num_clients: int) -> Aggregator:
-        """Return an aggregator that receives forged updates from the attackers.
+        """Return the aggregator; if `forge` is set, wrapped so that it receives forged updates from the attackers.
 
         Raises:
             ConfigurationError: if the client that the server trusts is an attacker.

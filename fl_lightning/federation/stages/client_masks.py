@@ -43,7 +43,7 @@ OWN_MASKS = Traits(breaks={Trait.ONE_MASK: "gives clients masks of their own"})
 
 @runtime_checkable
 class HasClientMasks(Protocol):
-    """A callback that may give each client a mask of its own.
+    """A callback that may give each client its own mask of the parameters that it trains.
 
     The optimizer's masks must contain the masks of all clients: they define the coordinates of the
     run's vectors. A client sends only the entries of its own mask.
@@ -54,7 +54,7 @@ class HasClientMasks(Protocol):
 
 
 def client_masks(trainer: Trainer) -> MaskOfClient | None:
-    """Return the `MaskOfClient` of the first callback that has one; None if all clients have the optimizer's masks."""
+    """Return a callback's function from a client to its mask; None if all clients have the optimizer's masks."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         masks = callback.client_masks() if isinstance(callback, HasClientMasks) else None
         if masks is not None:
@@ -63,7 +63,7 @@ def client_masks(trainer: Trainer) -> MaskOfClient | None:
 
 
 class MaskedClients(Stage):
-    """Trains every client under a mask of its own."""
+    """Trains every client under its own mask: only entries where the mask is True may change."""
 
     traits = OWN_MASKS
     one_at_a_time = "clients have masks of their own"
@@ -72,12 +72,12 @@ class MaskedClients(Stage):
         self._masks = masks
 
     def enter(self, run: Run) -> None:
-        """Receive the sequential engine."""
+        """Keep the run's sequential engine, which trains clients under their masks."""
         self._local = run.local
 
     @contextmanager
     def steps(self, training: LocalTraining) -> Iterator[None]:
-        """Set the client's mask, which is computed while the module holds the client's start."""
+        """Set the client's mask before its local steps; it is computed while the module holds the server's model."""
         if training.counts:
             model = training.start.present
             self._local.restore(model)
@@ -91,7 +91,7 @@ _A, _B = ".lora_A.", ".lora_B."
 
 
 class AdapterRounds(Stage):
-    """Stage of an adapter aggregator: truncates adapters to clients' ranks, and updates the frozen weights."""
+    """Stage for aggregators of LoRA adapters: truncates adapters to clients' ranks, and updates frozen weights."""
 
     traits = NO_TRAITS  # the aggregator has them
 
@@ -102,7 +102,7 @@ class AdapterRounds(Stage):
             self.one_at_a_time = "the server changes the frozen weights (federation.aggregator)"
 
     def enter(self, run: Run) -> None:
-        """Find the adapters."""
+        """Find the module's LoRA adapters; raise if a server optimizer would change them."""
         if self._options.server_optimizer is not fedavg_optimizer:
             raise ConfigurationError(
                 f"{self._name} computes the new adapters itself, and a server optimizer would change them: leave "
@@ -113,7 +113,7 @@ class AdapterRounds(Stage):
         self.place(run.local.space, None)
 
     def _tiers(self, run: Run) -> list[int] | None:
-        """Return each client's index into the aggregator's ranks, slowest devices first; None without devices."""
+        """Return each client's index into the adapter ranks, slowest device first; None without simulated devices."""
         ranks, devices = self._aggregator.ranks, self._options.devices
         if ranks is None or not isinstance(devices, Devices):
             return None
@@ -123,7 +123,7 @@ class AdapterRounds(Stage):
         return (places * len(ranks) // num_clients).tolist()  # type: ignore[no-any-return]
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Find the places of the adapters' factors in the vectors."""
+        """Find where the factors of the LoRA adapters are in the exchanged vectors."""
         sizes = [math.prod(shape) for shape in space.shapes]
         begins = [sum(sizes[:place]) for place in range(len(sizes))]
         places = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
@@ -169,7 +169,7 @@ class AdapterRounds(Stage):
             )
 
     def _kept(self, model: GlobalModel, rank: int | None) -> Tensor | None:
-        """Return the coordinates that clients of a rank train, bool of shape (k,); None for all."""
+        """Return which coordinates clients of a given adapter rank train, bool of shape (k,); None if they train all."""
         if rank is None or all(rank >= pair.rank for pair in self._aggregator.pairs):
             return None
         kept = torch.ones(1, len(model.params))
@@ -178,7 +178,7 @@ class AdapterRounds(Stage):
         return kept[0].bool().to(model.params.device)
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the models truncated to each rank, with the clients of this rank."""
+        """Return, for each adapter rank, the model truncated to it and the work of the clients with this rank."""
         # the last change of the frozen weights is sent as stacked factors
         size = start.model.params.element_size()
         start = start._replace(num_bytes=start.num_bytes + size * self._aggregator.num_stacked)
@@ -199,7 +199,7 @@ class AdapterRounds(Stage):
         return pieces
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Mark the entries that clients of a rank send."""
+        """Mark in clients' updates the entries that they send: those within their adapter rank."""
         whole = upload.arrived
         kept = self._kept(upload.start.model, self._aggregator.rank_of(whole.client_ids[0]))
         if kept is None:
@@ -209,7 +209,7 @@ class AdapterRounds(Stage):
         return (upload._replace(arrived=arrived, num_bytes=num_bytes),)
 
     def close(self, record: RoundRecord) -> None:
-        """Change the frozen weights of the layers."""
+        """Add the aggregator's changes to the frozen weights of the layers with adapters."""
         changes = zip(self._layers, self._aggregator.take_changes(), strict=False)
         for (name, layer), change in changes:
             if change is not None:

@@ -18,7 +18,7 @@ from fl_lightning.federation.stage import LocalTraining, Stage
 
 
 class ClientScale(Stage):
-    """Sets the gradient scale of a round to the lowest final scale of a client in the round before."""
+    """Sets a round's fp16 loss scale to the lowest scale at which a client ended the round before."""
 
     def __init__(self, start: RoundStart, ranks: Ranks) -> None:
         self._start, self._ranks = start, ranks
@@ -26,19 +26,19 @@ class ClientScale(Stage):
 
     @contextmanager
     def around(self, training: LocalTraining) -> Iterator[None]:
-        """Record the scale at which a client ended, unless the client failed."""
+        """Record the fp16 loss scale at which a client ended, unless the client failed."""
         yield
         end = self._start.scale()
         if training.counts and end is not None:
             self._lowest = min(end, self._lowest or end, key=_rank)
 
     def before_step(self, record: RoundRecord) -> None:
-        """Find the lowest scale over all processes."""
+        """Find the lowest fp16 loss scale at which a client of the round ended, over all processes."""
         ends = [end for end in self._ranks.gather(self._lowest) if end is not None]
         self._lowest = min(ends, key=_rank, default=None)
 
     def close(self, record: RoundRecord) -> None:
-        """Set the scale to the lowest one of the round."""
+        """Set the next round's fp16 loss scale to the lowest scale at which a client of this round ended."""
         if self._lowest is not None:
             self._start.set_scale(self._lowest)
             self._lowest = None

@@ -42,7 +42,7 @@ _NAME = "correction"
 
 
 class Corrector(Learning, SpansNetwork):
-    """Stage of a correction such as SCAFFOLD: client states, their mean, and the gradient terms.
+    """Runs a correction such as SCAFFOLD in the rounds: gradient terms, client states and their mean.
 
     Args:
         correction: the correction.
@@ -64,7 +64,7 @@ class Corrector(Learning, SpansNetwork):
             self.one_at_a_time = "its correction changes the loss of one model at a time"
 
     def enter(self, run: Run) -> None:
-        """Check the optimizers, and receive the run's module, memory and local step."""
+        """Check that the clients' optimizers suit the correction, and keep the parts of the run that it uses."""
         for optimizer in run.optimizers:
             self.correction.check(run.module, optimizer)
         if any_maximises(run.optimizers):
@@ -76,7 +76,7 @@ class Corrector(Learning, SpansNetwork):
         self._solver = LocalSolver(*run.optimizers, pull=self.correction.pull)
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Begin new sums; those of an interrupted round are dropped."""
+        """Begin a new sum of changes of client states; the sum of an interrupted round is dropped."""
         like = model.params
         self._device = like.device
         self._kept = like if self.correction.needs_mean else like.new_empty(0)
@@ -90,18 +90,18 @@ class Corrector(Learning, SpansNetwork):
         return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
-        """Return the term that a client adds to its gradients in this round."""
+        """Return the correction's term that a client adds to its gradients in this round."""
         shift = self.correction.shift(self._recalled(client), self._mean)
         return GradientTerm(self.correction.pull, shift)
 
     def around(self, training: LocalTraining) -> AbstractContextManager[None]:
-        """Return a context in which the client trains with the correction's outputs, for FedLC."""
+        """Return a context manager in which the module's outputs are calibrated to the client's labels, for FedLC."""
         labels = partial(self._plan.labels, training.work)
         return self.correction.calibrated(self._module, labels)
 
     @contextmanager
     def steps(self, training: LocalTraining) -> Iterator[None]:
-        """Add the client's terms to gradients and losses of local steps inside the block."""
+        """Add the correction's terms to the client's gradients and loss in all local steps inside the block."""
         if not training.is_corrected:
             yield
             return
@@ -123,7 +123,7 @@ class Corrector(Learning, SpansNetwork):
             self._step.term = self._step.contrast = None
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> Callable[[], None]:
-        """Compute a client's new state; without optimizer steps it does not change."""
+        """Compute a client's new correction state if it took steps, and return a function that stores the state."""
         taken = update.optimizer_steps
         num_steps = update.num_steps if taken is None else taken
         has_stepped = num_steps > 0 if isinstance(num_steps, int) else any(num_steps)
@@ -151,22 +151,22 @@ class Corrector(Learning, SpansNetwork):
             self._num_changes += 1
 
     def to_sites(self) -> Mapping[str, Tensor]:
-        """Return the mean of clients' states, if clients read it."""
+        """Return the mean of clients' correction states for remote clients; empty if they do not read it."""
         is_read = self.correction.needs_mean and self.correction.reads_mean
         return {"mean": self._mean} if is_read and self._mean is not None else {}
 
     def from_server(self, told: Mapping[str, Tensor]) -> None:
-        """Receive the mean of clients' states."""
+        """Receive the mean of clients' correction states from the server (called at a remote site)."""
         mean = told.get("mean")
         self._mean = None if mean is None else mean.to(self._device)
 
     def to_server(self, client: int) -> Mapping[str, Tensor]:
-        """Return the change of a client's state, if the state has changed."""
+        """Return the change of a client's correction state for the server; empty if it has not changed."""
         change, self._change = self._change, None
         return {} if change is None else {"change": change}
 
     def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
-        """Add the change of a remote client's state to the sum."""
+        """Check the change of a remote client's correction state, and add it to the round's sum of changes."""
         if "change" in told:
             change = told["change"].to(self._device)
             if (change.shape, change.dtype) != (self._kept.shape, self._kept.dtype):
@@ -184,32 +184,32 @@ class Corrector(Learning, SpansNetwork):
             self._num_changes += 1
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Add the bytes of the change of a client's state to the message."""
+        """Count the change of a client's correction state as part of its upload bytes, if it is sent."""
         num_bytes = upload.num_bytes + self._bytes_up(upload.arrived.deltas)
         return (upload._replace(num_bytes=num_bytes),)
 
     def _bytes_up(self, like: Tensor) -> int:
-        """Return the bytes of the change of a client's state, if it is sent."""
+        """Return the upload bytes of the change of a client's correction state; 0 if it is not sent."""
         rule = self.correction
         travels = rule.needs_mean and (self._is_lossy or not rule.shows_change)
         return _num_bytes(like) if travels else 0
 
     def _bytes_down(self, like: Tensor) -> int:
-        """Return the bytes of the mean of clients' states, if it is sent."""
+        """Return the download bytes of the mean of clients' correction states; 0 if it is not sent."""
         rule = self.correction
         return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Add the bytes of the mean of clients' states to the message."""
+        """Add the size of the mean correction state, if clients need it (as in SCAFFOLD), to the download bytes."""
         num_bytes = start.num_bytes + self._bytes_down(start.present.params)
         return [(start._replace(num_bytes=num_bytes), work)]
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return the extra bytes that a client uploads and downloads per round for its state."""
+        """Return the extra bytes that a client uploads and downloads per round for the correction's states."""
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
     def before_step(self, record: RoundRecord) -> None:
-        """Compute the next mean of clients' states, from their changes in all processes."""
+        """Compute the next mean of clients' correction states, from their changes in all processes."""
         if self.correction.needs_mean and self._ranks.size > 1:
             sums = self._changes.sums()
             count = torch.full_like(sums[-1], self._num_changes)
@@ -222,15 +222,15 @@ class Corrector(Learning, SpansNetwork):
             self._next = change if self._mean is None else self._mean + change
 
     def on_server(self, aggregate: Tensor) -> Tensor:
-        """Return the corrected descent direction of the server; to be called after `before_step`."""
+        """Return the server's descent direction, corrected by the mean of client states; call `before_step` first."""
         return self.correction.pseudo_gradient(aggregate, self._next)
 
     def close(self, record: RoundRecord) -> None:
-        """Replace the mean of clients' states by that of this round."""
+        """Replace the mean of clients' correction states by the mean after this round."""
         self._mean = self._next
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Move client states to the new layout, with 0 in new coordinates.
+        """Move clients' correction states to a changed layout of vectors, with 0 in new coordinates.
 
         States that are models are dropped: 0 would be no weight of that model.
         """
@@ -251,17 +251,17 @@ class Corrector(Learning, SpansNetwork):
         return None if vector is None else vector.to(self._device)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the correction's name and the mean; client states are saved by `ClientMemory`."""
+        """Return the correction's name and the mean of client states; `ClientMemory` saves the states themselves."""
         if not self.correction.remembers:
             return None
         return {"kind": self.kind, "mean": self._mean}
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Raise if the checkpoint is of another correction."""
+        """Raise if the checkpoint is of a run with another correction."""
         check_same("correction", (state or {}).get("kind"), self.kind)
 
     def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the mean of client states from what `state_dict` returned."""
         self.open(0, model)
         state = state or {}  # nothing is saved of a correction without client states
         mean = state.get("mean")
@@ -281,7 +281,7 @@ class StepCounts(Stage):
         self._pull = 0.0 if correction is None else correction.pull
 
     def enter(self, run: Run) -> None:
-        """Receive the clients' optimizers; raise if they have no effective number of steps."""
+        """Keep the clients' optimizers; raise if an effective number of gradient steps is not defined for them."""
         self._local, self._solver = run.local, LocalSolver(*run.optimizers, pull=self._pull)
         # raises without such a number; two steps, as momentum does not matter in the first
         self._solver.effective_steps(2)

@@ -25,13 +25,13 @@ from fl_lightning.federation.stages.asynchrony import Arrivals
 
 
 class SimulatedDevices(Stage):
-    """Synchronous simulated devices: each round lasts until its last client has ended."""
+    """Simulated devices under a synchronous server: a round lasts until its last client has ended."""
 
     def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
         self._fleet, self._plan = fleet, plan
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
-        """Return the work that clients finish on their devices, without clients whose update is lost."""
+        """Return the work that clients finish on their simulated devices; leave out clients whose update is lost."""
         sending = []
         for client in work:
             steps = self._plan.batches_of_steps(client)
@@ -44,15 +44,15 @@ class SimulatedDevices(Stage):
         return GroupWork.of(sending)
 
     def before_step(self, record: RoundRecord) -> None:
-        """Advance virtual time until the last client has ended."""
+        """Set the round's end in virtual time: the moment when its last client has ended."""
         record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
 
 
 def simulated_time(options: Options, num_steps: Integers) -> tuple[Fleet | None, Arrivals | None]:
-    """Return (simulated devices, arrivals at an asynchronous server) as the options ask for; each may be None.
+    """Return (simulated devices, order of arrivals at an asynchronous server) for the options; each may be None.
 
     Args:
-        options: of the federation.
+        options: the options of the federation.
         num_steps: local steps of every client's round, shape (num_clients,).
 
     Returns:

@@ -24,7 +24,7 @@ from fl_lightning.core.seeds import Draw
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.shards import poisson_batches
-from fl_lightning.engines import ExampleGradients, nothing
+from fl_lightning.engines import ExampleGradients, zero_gradient
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
@@ -40,7 +40,7 @@ _NOISE = 1
 
 
 class ExampleRounds(PrivateStage):
-    """Makes the local steps of every client private; draws their batches itself.
+    """Makes clients' local steps differentially private per example, as in DP-SGD, and draws their Poisson batches.
 
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
@@ -65,7 +65,7 @@ class ExampleRounds(PrivateStage):
         return Covers(clip_norm, covered, shown, most, "examples of a client", "one of them")
 
     def enter(self, run: Run) -> None:
-        """Replace the gradients of local steps by private ones."""
+        """Make local steps use private gradients: clipped per example, summed, and with noise."""
         if needs_closure(optimizer := run.trainer.optimizers[0]):
             raise ConfigurationError(
                 "federation.privacy ExampleDP accounts for one gradient per step, and "
@@ -84,7 +84,7 @@ class ExampleRounds(PrivateStage):
 
     @contextmanager
     def steps(self, training: LocalTraining) -> Iterator[None]:
-        """Record the client whose local steps follow."""
+        """Note the client and round of the local steps inside the block, which determine their noise."""
         self._whose = training.work.client_id, training.work.round_index
         yield
 
@@ -94,7 +94,7 @@ class ExampleRounds(PrivateStage):
         self.count_round(round_index)  # of the whole cohort, whether or not updates arrive
 
     def close(self, record: RoundRecord) -> None:
-        """Record the privacy spent; remove numbers that no noise protects."""
+        """Write the privacy spent into the round's metrics; remove metrics that no noise protects."""
         facts = {"privacy/clip_norm": self.privacy.clip_norm}
         if noise := self.mechanism.noise_of_gradients:
             facts["privacy/noise_stddev"] = noise * self.privacy.clip_norm
@@ -103,7 +103,7 @@ class ExampleRounds(PrivateStage):
     def batches(
         self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
     ) -> tuple[Tensor, list[int]]:
-        """Return the examples of a client's local steps, see `poisson_batches`.
+        """Draw the Poisson batches of a client's local steps: example indices and batch sizes, see `poisson_batches`.
 
         Raises:
             ConfigurationError: if there are more steps than the ledger counts.
@@ -139,7 +139,7 @@ class ExampleRounds(PrivateStage):
         if mechanism.noise_multiplier > 0:
             grid = Grid.of(clip_norm, space.size)
             to_steps = partial(_to_steps, grid, self._coins.stream(round_index, client, index))
-        total, losses = nothing(space, in_steps=grid is not None), None
+        total, losses = zero_gradient(space, as_integers=grid is not None), None
         if size:
             before = self._gradients.num_clipped
             total, losses = self._gradients(space, batch, index, clip_norm, to_steps)
@@ -157,7 +157,7 @@ class ExampleRounds(PrivateStage):
         return None if losses is None or self._collector is None else losses.mean()
 
     def _plain(self, batch: Any, size: int, index: int, scale: float) -> Tensor | None:
-        """Return the loss and set the plain gradient, scaled to a batch of the expected size."""
+        """Set the gradient without clipping and noise, scaled to the expected batch size, and return the loss."""
         loss = self._run.step.loss(batch, index) if size else None
         if loss is None:
             return None

@@ -79,7 +79,7 @@ def stages_of(
 
 
 def _parts_of_models(run: Run, options: Options) -> Iterator[Stage]:
-    """Yield the stages of fp16, of clients' own masks and of adapters, as far as the run needs them."""
+    """Yield the stages for fp16 loss scaling, for clients' own masks and for adapters, if the run uses these."""
     if run.local.round_start.scaler is not None:
         yield ClientScale(run.local.round_start, run.ranks)
     if (masks := client_masks(run.trainer)) is not None:
@@ -91,7 +91,7 @@ def _parts_of_models(run: Run, options: Options) -> Iterator[Stage]:
 def stages_of_steps(
     correction: Correction | None, aggregator: Aggregator, *, is_lossy: bool
 ) -> list[Stage]:
-    """Return the stages of a correction, and of an aggregator that needs the number of gradients in an update."""
+    """Return the stage of a correction, and a stage that counts gradient steps if the aggregator needs them."""
     stages: list[Stage] = []
     if correction is not None:
         # rules that keep all updates are bit-identical over any number of processes as well
@@ -103,7 +103,7 @@ def stages_of_steps(
 
 
 def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
-    """Raise if a stage of the user has a reserved key, or derives from a class that only options may make."""
+    """Raise if a user's own stage has a key that is taken, or derives from a class that only options may make."""
     ids = set(map(id, own))
     taken = {stage.key for stage in stages if id(stage) not in ids}
     for stage in own:
@@ -125,7 +125,7 @@ def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
 def run_aggregator(
     trainer: Trainer, given: Aggregator | None, attackers: Attackers | None
 ) -> Aggregator:
-    """Return the aggregator of a run's updates.
+    """Return the run's aggregator: the given or default rule, adapted to masks, optimizer and simulated attackers.
 
     Raises:
         ConfigurationError: for an aggregator that does not fit the clients' optimizer.

@@ -32,7 +32,7 @@ Masks = Mapping[str, Tensor]
 
 
 class Personaliser(Stage):
-    """Loads clients' personal tensors into the module, trains and stores them.
+    """Loads each client's personal tensors, which stay with the client, into the module; trains and stores them.
 
     Attributes:
         names: names of the personal tensors.
@@ -46,7 +46,7 @@ class Personaliser(Stage):
         self._mixture: Tensor | None = None
 
     def enter(self, run: Run) -> None:
-        """Receive the run, and set the personal tensors of its sequential engine."""
+        """Find which tensors the personalisation rule makes personal, and set them in the run's sequential engine."""
         self._check(run.optimizers)
         self._memory, self._local = run.memory, run.local
         self._step, self._counts, self._plan = run.step, run.step.counts, run.plan
@@ -74,7 +74,7 @@ class Personaliser(Stage):
 
     @contextmanager
     def around(self, training: LocalTraining) -> Iterator[None]:
-        """Loads the client's personal tensors inside the block, and the global ones after it."""
+        """Load a client's personal tensors into the module inside the block, and the global values after it."""
         client, self._trained = training.work.client_id, None
         if self.names and not self._rule.beside:
             self._local.load_personal(self.tensors_of(client))
@@ -88,7 +88,7 @@ class Personaliser(Stage):
 
     @contextmanager
     def steps(self, training: LocalTraining) -> Iterator[None]:
-        """Train the personal tensors before or after the local steps on the shared ones, or together with them."""
+        """Train personal tensors before, after or together with the local steps on shared tensors, by the rule."""
         if training.counts and self._rule.own_epochs:
             self._train_ahead(training)
         with nullcontext() if self._rule.own_epochs is None else frozen(self._module, self.names):
@@ -97,7 +97,7 @@ class Personaliser(Stage):
             self._train_after(training)
 
     def _train_ahead(self, training: LocalTraining) -> None:
-        """Train the personal tensors alone, before the shared steps."""
+        """Train the personal tensors alone, before the local steps on the shared tensors."""
         model, work, masks = training.start.model, training.work, training.masks
         assert self._rule.own_epochs is not None
         epochs = self._plan.more_epochs(work, self._rule.own_epochs, _PURPOSE)
@@ -175,11 +175,11 @@ class Personaliser(Stage):
         return None if vector is None else vector.to(self._local.space.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return kind and names of the personal tensors; their values are client states."""
+        """Return the rule's name and the names of personal tensors; their values are saved as client states."""
         return {"kind": self.kind, "names": list(self.names)}
 
     def check(self, state: dict[str, Any] | None) -> None:
-        """Raise if the run had another rule; a personal copy (`Ditto`) keeps the saved names of its tensors."""
+        """Raise if the checkpoint has another personalisation rule; a model copy (`Ditto`) keeps the saved names."""
         saved = state or {"kind": None, "names": []}
         if saved["kind"] != self.kind or not self._rule.beside:
             own = self.state_dict()
@@ -191,7 +191,7 @@ class Personaliser(Stage):
 
 @contextmanager
 def frozen(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Freezes parameters inside this block."""
+    """Freeze the named parameters inside this block."""
     chosen = set(names)
     params = [p for n, p in module.named_parameters() if n in chosen and p.requires_grad]
     for param in params:

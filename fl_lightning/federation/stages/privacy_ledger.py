@@ -34,7 +34,7 @@ _FREE = {"noise_multiplier", "epsilon", "delta", "log_unprotected"}
 
 
 class Spent(NamedTuple):
-    """Privacy cost of a module's fits so far."""
+    """Privacy cost (ε and δ) of all fits of a module so far."""
 
     epsilon: float = 0.0
     delta: float = 0.0
@@ -45,12 +45,12 @@ _SPENT: WeakKeyDictionary[LightningModule, Callable[[], Spent]] = WeakKeyDiction
 
 
 def spent_on(module: LightningModule) -> Spent:
-    """Return the privacy cost of a module's fits in this process and in processes of its Trainers."""
+    """Return the privacy cost (ε, δ) of all fits of a module so far, also in processes that a Trainer forked."""
     return _SPENT.get(module, Spent)()
 
 
 def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
-    """Remember the privacy cost of a module's fits."""
+    """Register a function that returns the privacy cost of all fits of a module so far."""
     _SPENT[module] = spent
 
 
@@ -66,7 +66,7 @@ class Covers(NamedTuple):
 
 
 class PrivateStage(AroundFit):
-    """A stage that makes a run private and counts its privacy cost, with that of earlier fits.
+    """Base of stages that make a run differentially private; counts ε, including that of earlier fits.
 
     Args:
         privacy: the rule of privacy.
@@ -79,7 +79,7 @@ class PrivateStage(AroundFit):
         aggregator: aggregates a round's updates; None if updates are private by themselves.
         draws: draws clients' batches; None for passes over shards.
         mechanism: the mechanism, with its accounting.
-        released: number of rounds that count as released: all up to the last released one.
+        released: number of rounds whose privacy cost counts as spent: all up to the last released round.
     """
 
     key = "privacy"
@@ -99,7 +99,7 @@ class PrivateStage(AroundFit):
         """Return the texts for the log on what ε protects and what it does not."""
 
     def _account(self, noise_multiplier: float | None) -> None:
-        """Set the mechanism, the number of rounds that the budget allows, and ε at the end."""
+        """Set the noise mechanism, the number of rounds that the budget allows, and ε after the last round."""
         self.mechanism = self.privacy.mechanism(self._accounted, noise_multiplier=noise_multiplier)
         self._allowed = self._allowed_rounds()
         end = self._accounted.num_rounds if self._allowed is None else self._allowed
@@ -110,13 +110,13 @@ class PrivateStage(AroundFit):
         return self._earlier.epsilon + self.mechanism.epsilon(rounds, quick=quick)
 
     def _unamplified(self, rounds: int) -> float | None:
-        """Return ε without amplification; None if nothing amplifies, or if cohorts are secret."""
+        """Return ε without amplification by sampling; None if sampling amplifies nothing, or if cohorts are secret."""
         if self.privacy.secure_noise or not self.mechanism.amplifies:
             return None
         return self._earlier.unamplified + self.mechanism.epsilon_if_known(rounds)
 
     def _allowed_rounds(self) -> int | None:
-        """Return the number of rounds that the budget allows, of those planned; None without a budget."""
+        """Return how many of the planned rounds the privacy budget allows; None without a budget."""
         budget, planned, epsilon = self.privacy.epsilon, self._accounted.num_rounds, self._epsilon
         if budget is None:
             return None
@@ -137,7 +137,7 @@ class PrivateStage(AroundFit):
     # What a round costs.
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Raise if a round would exceed the budget."""
+        """Raise if a round would exceed the privacy budget."""
         if self._allowed is not None and round_index >= self._allowed:
             raise RoundFailure(
                 f"round {round_index + 1} would exceed the privacy budget of epsilon={self.privacy.epsilon:g}, which "
@@ -145,11 +145,11 @@ class PrivateStage(AroundFit):
             )
 
     def count_round(self, round_index: int) -> None:
-        """Count a round and all earlier ones as released."""
+        """Count a round and all rounds before it as released, so that their privacy cost is spent."""
         self.released = max(self.released, round_index + 1)  # it may be trained again
 
     def note(self, record: RoundRecord, facts: dict[str, float]) -> None:
-        """Record the privacy spent; remove numbers that no noise protects."""
+        """Write the privacy spent into the round's metrics; remove metrics that no noise protects."""
         if self.hides_clients:
             record.withhold()
         epsilon = self._epsilon(self.released, quick=True)
@@ -197,7 +197,7 @@ class PrivateStage(AroundFit):
         self.load_state_dict(earlier.state_dict())
 
     def training_begins(self, trainer: Trainer) -> None:
-        """Log the privacy cost and what it does not cover; stop if no budget is left."""
+        """Log ε, δ and the data that they do not cover; end training if the privacy budget is spent."""
         covers, rule, mechanism = self.covers(trainer), self.privacy, self.mechanism
         rank_zero_info(
             f"privacy: {self._cost()}; {mechanism}; noise multiplier {mechanism.noise_multiplier:.6g}, "
@@ -218,7 +218,7 @@ class PrivateStage(AroundFit):
         self._stop_within_budget(trainer, trainer.current_epoch)
 
     def _cost(self) -> str:
-        """Return a text on ε at the end of the run and on the budget."""
+        """Describe ε at the run's end and the privacy budget, for the log."""
         if self._end is None:
             cost = "no end of rounds is planned"
         else:
@@ -237,12 +237,12 @@ class PrivateStage(AroundFit):
         return cost
 
     def round_ends(self, trainer: Trainer, record: RoundRecord) -> None:
-        """Raise if a learning rate follows a number without noise; stop if no budget is left."""
+        """Raise if a learning-rate schedule monitors a metric without noise; end training if the budget is spent."""
         check_monitors(trainer, record.unprotected_names())
         self._stop_within_budget(trainer, trainer.current_epoch + 1)
 
     def _stop_within_budget(self, trainer: Trainer, next_round: int) -> None:
-        """End training if the next round would exceed the budget."""
+        """End training if the next round would exceed the privacy budget."""
         if self._allowed is None or next_round < self._allowed:
             return
         planned = trainer.max_epochs
@@ -253,7 +253,7 @@ class PrivateStage(AroundFit):
     # In checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the privacy spent, and the terms that later rounds must share."""
+        """Return the privacy spent, and the privacy settings that a resumed run must share."""
         return {
             "terms": self._terms(self.mechanism, self.mechanism.noise_multiplier),
             "noise_multiplier": self.mechanism.noise_multiplier,
@@ -263,7 +263,7 @@ class PrivateStage(AroundFit):
         }
 
     def _terms(self, mechanism: Accounted[Any], noise_multiplier: float) -> dict[str, str]:
-        """Return all settings that determine the privacy cost of a round, by name."""
+        """Return all settings that determine the privacy cost of a round, as texts by name."""
         options = vars(self.privacy)
         return {name: repr(options[name]) for name in options.keys() - _FREE} | {
             "privacy": type(self.privacy).__name__,
@@ -273,7 +273,7 @@ class PrivateStage(AroundFit):
         }
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
-        """Restore the privacy spent in earlier rounds of a checkpoint or a fit, and their noise multiplier.
+        """Restore the privacy spent and the noise multiplier of earlier rounds, from a checkpoint or an earlier fit.
 
         Raises:
             ConfigurationError: if these rounds cost something else.

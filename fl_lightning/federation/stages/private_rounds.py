@@ -48,7 +48,7 @@ _COUNT, _COUNT_STEP = 1, 2.0**-20
 
 
 class PrivateRounds(PrivateStage):
-    """Makes the aggregate of every round private.
+    """Makes every round's aggregate private for whole clients, by clipped updates and noise.
 
     Args:
         privacy: the rule of privacy.
@@ -97,7 +97,7 @@ class PrivateRounds(PrivateStage):
         return shares
 
     def enter(self, run: Run) -> None:
-        """Set a secret seed for cohorts whose sampling amplifies privacy."""
+        """Draw cohorts from a secret seed if their sampling amplifies privacy."""
         if self.privacy.secure_noise and self.mechanism.amplifies:
             secret = kept_secret(run.trainer) if self._keeps_secret else secret_seed()
             run.cohorts.seed = run.ranks.gather(secret)[0]
@@ -165,14 +165,14 @@ class PrivateRounds(PrivateStage):
         return aggregate
 
     def _with_noise(self, total: Tensor, round_index: int) -> Tensor:
-        """Return a sum with a round's noise, in grid steps, shape (k,); the same in all processes."""
+        """Return the sum of updates plus the round's noise, in whole grid steps, shape (k,); equal in all processes."""
         mechanism, grid = self.mechanism, Grid.of(self._clip_norm, len(total))
         draw = mechanism.source.stream(round_index)
         noise = self._of_first(lambda: mechanism.server_noise(grid, len(total), draw), total)
         return mechanism.released(total, noise)
 
     def _of_first(self, numbers: Callable[[], Integers], like: Tensor) -> Tensor:
-        """Draw integers in the first process, and return them in all processes."""
+        """Draw random integers in the first process, and return the same integers in every process."""
         found = torch.zeros_like(like)
         if self._ranks.rank == 0:
             found = torch.from_numpy(numbers()).to(like.device)
@@ -180,7 +180,7 @@ class PrivateRounds(PrivateStage):
         return found
 
     def _adapt(self, adaptive: AdaptiveClip, stddev: float, device: torch.device) -> None:
-        """Adapt the next clip norm to the noisy fraction of clipped updates."""
+        """Compute the next clip norm from the noisy fraction of clipped updates (adaptive clipping)."""
         unclipped, replies = self.aggregator.num_unclipped, self.aggregator.num_replies
         noise = 0.0
         if self._in_clear is not None and self._in_clear.coins is not None and stddev:
@@ -193,7 +193,7 @@ class PrivateRounds(PrivateStage):
         self._next_norm = adaptive.next_norm(self._clip_norm, share)
 
     def close(self, record: RoundRecord) -> None:
-        """Set the next clip norm and the noise that later rounds subtract; record the privacy spent."""
+        """Adopt the next clip norm and commit the noise that later rounds subtract; record the privacy spent."""
         self.mechanism.commit()
         self._clip_norm = self._next_norm
         self.note(record, self._facts)
@@ -209,7 +209,7 @@ class PrivateRounds(PrivateStage):
 
 
 def kept_secret(trainer: Trainer) -> int:
-    """Return the secret seed of a run over a network, from a file that only its owner can read.
+    """Return the secret seed for cohorts of a network run, from a file that only its owner can read.
 
     A new run gets a new secret. A resumed run needs the old one: sites refuse another cohort for a round that
     they have trained.

@@ -35,7 +35,7 @@ _FEEDBACK = "error feedback"
 
 
 class Transport(Stage):
-    """Sends models and updates unchanged; base of `TransformingTransport`.
+    """Stage that sends models and updates unchanged; base of `TransformingTransport`, which applies transforms.
 
     Attributes:
         path: transforms of updates.
@@ -52,28 +52,28 @@ class Transport(Stage):
 
     @staticmethod
     def of(updates: Sequence[Step], download: Sequence[Transform], seed: int) -> Transport:
-        """Return the stage of a run; without transforms, one that does nothing during a round."""
+        """Return a run's transport stage, which applies transforms such as compression; a plain stage without any."""
         kind = TransformingTransport if updates or download else Transport
         return kind(updates, download, seed)
 
     def enter(self, run: Run) -> None:
-        """Receive the client states, for error feedback."""
+        """Keep the run and its client states, which hold the residuals of error feedback."""
         self._run, self._memory = run, run.memory
 
     @property
     def is_lossy(self) -> bool:
-        """True if updates arrive changed."""
+        """True if transforms change updates on their way to the server."""
         return not self.path.is_empty
 
     def place(self, space: Space, positions: Tensor | None) -> None:
-        """Receive the layout of the vectors; new entries of error feedback are 0."""
+        """Adopt a new layout of the exchanged vectors; in new entries, the residuals of error feedback are 0."""
         if positions is not None and self.path.has_memory:
             self._memory.relocate(_FEEDBACK, positions)
         self.path.place(space.shapes)
         self.broadcast.place(space.shapes)
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
-        """Return a client's update as it arrives; store what did not arrive, with error feedback."""
+        """Return a client's update as it arrives at the server; with error feedback, store the part that was lost."""
         kept = self._memory.get(_FEEDBACK, update.client_id) if self.path.has_memory else None
         kept = None if kept is None else kept.to(update.delta.device)
         arrival = self.path.send(update, began, kept)
@@ -82,7 +82,7 @@ class Transport(Stage):
         return arrival
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Approximate bytes that a client uploads and downloads per round, without metrics."""
+        """Return the approximate bytes that a client uploads and downloads per round, without metrics."""
         up = self.path.typical_bytes(model.params, model.buffers.numel())
         return up, self.broadcast.send(model.params, model.buffers, 0).num_bytes
 
@@ -91,7 +91,7 @@ class Transport(Stage):
         return [*self.path.names, "down:", *self.broadcast.names]
 
     def check(self, state: Any) -> None:
-        """Raise if the run had other transforms."""
+        """Raise if the checkpoint is of a run with other transforms."""
         check_same("updates", state, self.state_dict())
 
 
@@ -99,7 +99,7 @@ class TransformingTransport(Transport):
     """Applies transforms, such as compression, to models and updates that are sent."""
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
-        """Return the model as clients receive it."""
+        """Return the start with the model after the download transforms, and with the bytes sent to a client."""
         model, round_index = start.model, self._run.round_index
         sent = self.broadcast.send(model.params, model.buffers, round_index)
         more = sent.num_bytes - bytes_down(model.params, model.buffers)
@@ -108,7 +108,7 @@ class TransformingTransport(Transport):
         return [(start._replace(model=model, num_bytes=start.num_bytes + more), work)]
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Return updates as they arrive; one by one if transforms change them."""
+        """Return updates as they arrive at the server; one by one if transforms change them."""
         return (upload,) if self.path.is_empty else self._one_by_one(upload)
 
     def _one_by_one(self, upload: Upload) -> Iterator[Upload]:
@@ -122,7 +122,7 @@ class TransformingTransport(Transport):
 
 
 class SecureRounds(Stage):
-    """Checks and byte counts around an aggregator that hides updates."""
+    """Checks and byte counts for secure aggregation, which hides single updates from the server."""
 
     def __init__(self, aggregator: Protected, run: Run) -> None:
         self.aggregator = aggregator
@@ -130,7 +130,7 @@ class SecureRounds(Stage):
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Raise if clients would send buffers in clear; log once what the server sees."""
+        """Raise if clients would send buffers unencrypted; log once what the server still sees."""
         if num_buffers := model.buffers.numel():
             raise ConfigurationError(
                 f"federation.aggregator {type(self.aggregator).__name__} hides updates of parameters only, "
@@ -148,24 +148,24 @@ class SecureRounds(Stage):
             rank_zero_info(f"secure: {self.aggregator.hides}; not hidden: " + ", ".join(clear))
 
     def up(self, upload: Upload) -> Iterable[Upload]:
-        """Count the bytes without the deltas; the aggregator counts the bytes that hide them."""
+        """Leave the plain updates out of the upload bytes; the aggregator counts the bytes of the hidden updates."""
         whole, arrived = bytes_up(upload.arrived), upload.arrived
         rest = bytes_up(replace(arrived, deltas=arrived.deltas[:, :0]))
         return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Approximate extra bytes that a client uploads and downloads to hide its update."""
+        """Return the approximate extra bytes that a client uploads and downloads to hide its update."""
         up, down = self.aggregator.typical_bytes(len(model.params), max(2, num_clients))
         none = model.params[:0]  # of buffers as well; metrics are not counted
         dense, empty = (bytes_up(ClientUpdate(0, p, none, 1, 1)) for p in (model.params, none))
         return up + empty - dense, down
 
     def before_step(self, record: RoundRecord) -> None:
-        """Tell the aggregator which clients' updates will not arrive."""
+        """Tell the secure aggregator which clients' updates will not arrive."""
         self.aggregator.miss(record.skipped.keys() | set(record.lost))
 
     def close(self, record: RoundRecord) -> None:
-        """Add the bytes and seconds of hiding updates to the record."""
+        """Add the bytes and seconds that secure aggregation has cost to the round's metrics."""
         cost = self.aggregator.protection_cost
         absent = record.skipped.keys() | set(record.lost)
         record.total_bytes_up += sum(cost.bytes_up.values())

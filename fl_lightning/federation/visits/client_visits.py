@@ -63,7 +63,7 @@ def evaluate_clients(
     models: PersonalModels | None = None,
     is_shared: bool = True,
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the metrics that the module logs on each client's examples, on the CPU, by client.
+    """Return the metrics that the module logs on each client's examples: by client, as tensors on the CPU.
 
     Torchmetrics objects are reset for every client, and restored at the end. If the step or a metric fails on a
     client's last batch because it has one example, the client is left out with a warning.
@@ -102,7 +102,7 @@ def evaluate_clients(
 
 
 def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[str, Tensor]:
-    """Return the values that a step logs on a client's batches; empty if a batch of one example fails."""
+    """Return what a module logs on a client's batches; empty if a batch of one example fails."""
     try:
         for _ in visit.steps(batches):
             pass
@@ -123,7 +123,7 @@ def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[st
 
 @dataclass(frozen=True)
 class ClientExamples:
-    """Examples by client.
+    """Examples on which each client is evaluated: their numbers, and iterators over their batches.
 
     Attributes:
         num_examples: number of examples of each client, shape (num_clients,).
@@ -184,7 +184,7 @@ def common_test_examples(trainer: Trainer, data: FederatedDataModule) -> ClientE
 def chosen_clients(
     data: FederatedDataModule, most: int, examples: ClientExamples | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the sorted ids of clients with examples; draw ``most`` of them if there are more.
+    """Return the sorted ids of clients with examples to evaluate on; draw ``most`` clients if there are more.
 
     Args:
         data: the data module with the clients.
@@ -210,7 +210,7 @@ def refresh_losses(
     seed: int,
     having: ModelOfClient | None = None,
 ) -> None:
-    """Measure the losses of a cohort's candidates and store them in the population.
+    """Measure clients' losses for a cohort that chooses clients by loss, and store them in the population.
 
     To be called by all processes before the cohort is drawn, with the global model in the module;
     ``having`` as in `measured_losses`.
@@ -233,7 +233,7 @@ def measured_losses(
     seed: int,
     having: ModelOfClient | None = None,
 ) -> dict[int, float]:
-    """Return clients' mean losses with the module's model, without clients that have no example.
+    """Return each client's mean loss under the module's model; clients without examples are left out.
 
     Args:
         trainer: the Trainer of the module.

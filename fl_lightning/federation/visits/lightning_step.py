@@ -47,11 +47,11 @@ PrivateGradients = Callable[[Any, int, int], Tensor | None]
 
 
 class LightningStep:
-    """A `LocalStep` on a module that is attached to a Trainer.
+    """Runs a client's local optimizer steps on a module that is attached to a Trainer.
 
     Args:
         trainer: the Trainer, whose strategy, precision plugin and clipping are used.
-        collector: is told the batch sizes.
+        collector: collects logged values; gets the size of every batch.
         accumulate: number of batches that a full step accumulates.
 
     Attributes:
@@ -94,7 +94,7 @@ class LightningStep:
         self.is_lean = accumulate == 1 and extra_work(trainer) is None
 
     def use(self, speedups: Sequence[Speedup]) -> None:
-        """Use these speedups, and no others, in lean steps from now on."""
+        """Use exactly these speedups from now on, in lean steps (without hooks, loss scaling or accumulation)."""
         if self._faster is not None:
             self._faster.close()
         if "direct_layers" in speedups and self._direct is None:
@@ -106,11 +106,11 @@ class LightningStep:
 
     @property
     def speedups(self) -> tuple[Speedup, ...]:
-        """The speedups in use."""
+        """Speedups of local steps that are in use, such as ``channels_last``."""
         return () if self._faster is None else self._faster.speedups
 
     def reason_against(self, speedup: Speedup) -> str | None:
-        """Return why a speedup does not apply to the steps; None if it does."""
+        """Return why a speedup cannot be used for this module's local steps; None if it can."""
         if self._is_by_hand:
             return extra_work(self.trainer)
         if not self.is_lean:
@@ -145,7 +145,7 @@ class LightningStep:
             self.counts.is_in_step = False
 
     def _gradients(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
-        """Compute a lean step's gradients and return its loss, detached.
+        """Compute the gradients of a lean step (without hooks, loss scaling or accumulation); return its loss, detached.
 
         The loss is None if the step is skipped, or if it is private.
         """
@@ -171,7 +171,7 @@ class LightningStep:
         return loss
 
     def _by_hand(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
-        """Call ``training_step``, which steps the optimizers itself."""
+        """Call ``training_step`` of a module that steps its optimizers itself, and return the loss that it reports."""
         if index == 0:  # gradients of the client before; later the module handles its gradients
             for param in self._module.parameters():
                 param.grad = None
@@ -305,7 +305,7 @@ class LightningStep:
 
 
 def step_context(trainer: Trainer) -> StepContext:
-    """Return a function that makes the precision context of a training step."""
+    """Return a function that makes the precision plugin's context around a training step."""
     precision, names = trainer.precision_plugin, ("train_step_context", "forward_context")
     is_own = any(getattr(type(precision), name) is not getattr(Precision, name) for name in names)
     return precision.train_step_context if is_own else nullcontext

@@ -62,7 +62,7 @@ class LocalCounts:
 
     @contextmanager
     def of(self, work: ClientWork) -> Iterator[None]:
-        """Count a client's batches and steps inside this block; blocks may be nested."""
+        """Make the counters count one client's batches and steps inside this block; blocks may be nested."""
         before = self.work, self.batch, self.step
         self.work, self.batch, self.step = work, 0, 0
         try:
@@ -90,12 +90,12 @@ class LocalCounts:
             )
 
     def refuse_in_slots(self, name: str) -> None:
-        """Raise `CannotStack` for a step that reads a value of a single client."""
+        """Raise `CannotStack`: a training step in slots reads a counter that differs between clients."""
         raise CannotStack(f"training_step reads {name}, which differs between clients")
 
 
 class _CountingTrainer(Trainer):
-    """A Trainer in a federated fit, which counts per client."""
+    """Trainer in a federated fit: its counters of batches and steps are those of the client that trains."""
 
     local_counts: LocalCounts
 
@@ -131,7 +131,7 @@ class _CountingTrainer(Trainer):
 
 
 class _LateClientsTrainer(_CountingTrainer):
-    """A Trainer of an asynchronous fit, whose clients began in earlier rounds than the server's."""
+    """Trainer in an asynchronous fit: in a training step ``current_epoch`` is the round in which the client started."""
 
     @property
     def current_epoch(self) -> int:
@@ -151,7 +151,7 @@ def count_locally(
     *,
     has_late_clients: bool = False,
 ) -> None:
-    """Make a Trainer count per client until the cleanup.
+    """Make a Trainer's batch and step counters count per client, until ``cleanup`` closes.
 
     Args:
         trainer: a Trainer whose module is about to build its optimizers.
@@ -177,7 +177,7 @@ def counts_of(trainer: Trainer) -> LocalCounts:
 
 @contextmanager
 def counted(trainer: Trainer, work: ClientWork) -> Iterator[None]:
-    """Count a client's batches and steps inside this block, also outside of a fit.
+    """Count a client's batches and steps on the Trainer inside this block, in a fit or outside of it.
 
     Outside of a fit no rounds are planned, and `local_step` begins at 0.
     """
@@ -190,7 +190,7 @@ def counted(trainer: Trainer, work: ClientWork) -> Iterator[None]:
 
 
 def note_step(trainer: Trainer, index: int) -> None:
-    """Set the batch index and local step that the Trainer shows during a visit to a client."""
+    """Set the Trainer's batch index and local step while its module takes steps outside Lightning's loops."""
     if isinstance(trainer, _CountingTrainer):
         trainer.local_counts.batch = trainer.local_counts.step = index
 
@@ -225,7 +225,7 @@ def client_id(module: LightningModule) -> int | None:
 
 
 def local_schedules(trainer: Trainer) -> LocalSchedules | None:
-    """Return the learning-rate schedules with ``interval: step``, see `LocalSchedules`; None without any.
+    """Return planned local steps, and a function that advances ``interval: step`` schedules; None without these.
 
     Raises:
         ConfigurationError: for a schedule that waits for a metric or has a frequency.

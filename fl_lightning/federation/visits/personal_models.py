@@ -37,7 +37,7 @@ MIXTURE = "mixture"
 
 
 class PersonalModels:
-    """Puts personal models into a module that holds the global one.
+    """Puts clients' personal models, one at a time, into a module that holds the global model.
 
     Args:
         module: the module, on its device.
@@ -70,7 +70,7 @@ class PersonalModels:
 
     @contextmanager
     def of(self, client: int) -> Iterator[None]:
-        """Loads a client's personal model into the module inside this block."""
+        """Load a client's personal model into the module inside this block."""
         before = [tensor.detach().clone() for tensor in self._changing]
         try:
             own = self._memory.get(MEMORY, client)
@@ -95,7 +95,7 @@ def recalled_models(
     fitted: tuple[Sequence[str], ClientMemory] | None,
     saved: Mapping[str, Any],
 ) -> PersonalModels | None:
-    """Return clients' personal models from a fit or a saved state; None without any.
+    """Return clients' personal models from a fit or a checkpoint's state; None if there are none.
 
     Args:
         trainer: a Trainer whose module holds the global model.

@@ -23,7 +23,7 @@ from fl_lightning.core.errors import ConfigurationError
 
 
 class TermByHand:
-    """Adds a client's term to the gradients of each optimizer of a module.
+    """Adds a correction's gradient term under manual optimization, in the steps of each of a module's optimizers.
 
     Args:
         trainer: the Trainer of the optimizers.
@@ -44,7 +44,7 @@ class TermByHand:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Add the term in each optimizer step inside the block."""
+        """Add the correction's term to the gradients in each optimizer step inside the block."""
         self._is_inside = False
         step, clip = self._strategy.optimizer_step, self._module.clip_gradients
 
@@ -73,7 +73,7 @@ class TermByHand:
     def _before_plain_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Add the term in an optimizer step that bypasses Lightning."""
+        """Add the correction's term in an optimizer step that the module calls directly, not through Lightning."""
         if self._is_inside:
             return None
         itself, *others = args
@@ -84,7 +84,7 @@ class TermByHand:
         return (itself, self._with_term(optimizer, closure), *others), kwargs
 
     def _with_term(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that adds the term after each computation of the gradients."""
+        """Return a closure that adds the correction's term after each computation of the gradients."""
 
         def with_term() -> Any:
             value = closure()
@@ -97,13 +97,13 @@ class TermByHand:
         return with_term
 
     def _add(self, optimizer: Optimizer) -> None:
-        """Add the term to the gradients, unless they already contain it."""
+        """Add the correction's term to an optimizer's gradients, unless they already contain it."""
         sample = self._sample(optimizer)
         if sample is None or self._added.pop(optimizer, None) is not sample:
             self._of[optimizer].add(self._scale())
 
     def _sample(self, optimizer: Optimizer) -> Tensor | None:
-        """Return one gradient tensor: clipping keeps the same tensor, the next backward pass creates another."""
+        """Return one parameter's gradient, to tell whether it is new: a backward pass creates another tensor."""
         params = self._of[optimizer].params
         return params[0].grad if params else None
 

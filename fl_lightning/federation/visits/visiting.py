@@ -41,7 +41,7 @@ _STEPS = {
 
 
 class Visit:
-    """The steps of a module during a visit, as Lightning would take them.
+    """Runs a module's steps outside Lightning's loops, with the same precision, device and batch hooks.
 
     Args:
         trainer: the Trainer, with its module on its device.
@@ -85,18 +85,18 @@ class Visit:
             return self._step(*arguments)
 
     def prepared(self, batch: Any) -> Any:
-        """Convert a batch to the input of a step, by hooks, precision and device."""
+        """Convert a batch as it was read to the input of a step, by hooks, precision and device."""
         return batch if self._prepare is None else self._prepare(batch)
 
     def changed(self) -> set[str]:
-        """Names of the parameters, buffers and attributes that differ from the visit's start."""
+        """Return the names of parameters, buffers and attributes that have changed since the visit's start."""
         assert self._before is not None, "a visit in place does not remember it"
         return {path.removeprefix("self.") for path in self._before.changes()}
 
 
 @dataclass(frozen=True)
 class ExampleOwners:
-    """Training examples by owner: a client, or the single owner in a central run.
+    """Training examples grouped by owner: by client, or in a central run under a single owner.
 
     Attributes:
         shards: indices of each owner's examples.
@@ -111,19 +111,19 @@ class ExampleOwners:
     tick: Callable[[], None] = lambda: None
 
     def batches(self, visit: Visit, indices: Tensor) -> Iterator[Any]:
-        """Yield the examples at some indices in batches, prepared for the module of a visit."""
+        """Yield the examples at given indices as batches, ready for a step of the module."""
         for part in indices.split(self.batch_size):
             if len(part):
                 yield visit.prepared(self.read(part))
                 self.tick()
 
     def num_batches(self, counts: Integers) -> int:
-        """Number of batches of owners with these numbers of examples."""
+        """Return the total number of batches of owners with the given numbers of examples."""
         return int((-(-counts // self.batch_size)).sum())
 
 
 def clients_as_owners(data: FederatedDataModule) -> ExampleOwners:
-    """Return the clients of a federation as owners of their examples."""
+    """Return a federation's training examples, grouped by client."""
     # the reader on access, because remote data have none
     return ExampleOwners(data.clients, lambda some: data.evaluation_batch(some), data.batch_size)
 
@@ -137,7 +137,7 @@ def visiting(
     logs: LogCollector | None = None,
     in_place: bool = False,
 ) -> Iterator[Visit]:
-    """Runs steps of a Trainer's module inside this block, and restores everything afterwards.
+    """Run steps of a Trainer's module inside this block, and restore everything afterwards.
 
     However the block ends, these are restored:
 
@@ -180,7 +180,7 @@ def visiting(
 
 @contextmanager
 def _gradients_kept(module: nn.Module) -> Iterator[None]:
-    """Removes the gradients inside the block and puts them back."""
+    """Remove the module's gradients inside the block, and put them back afterwards."""
     gradients = [(param, param.grad) for param in module.parameters()]
     for param, _ in gradients:
         param.grad = None

@@ -36,7 +36,7 @@ _CLOCKS = timedelta(hours=1)  # clocks of sites may be slow by this
 
 
 class Authority(NamedTuple):
-    """The authority that signs the server's certificate.
+    """Certificate authority of a network, which signs the server's certificate.
 
     Attributes:
         key: private key.
@@ -48,7 +48,7 @@ class Authority(NamedTuple):
 
 
 def make_authority(folder: Path) -> Authority:
-    """Make a new authority, and write ``ca.key`` and ``ca.crt``."""
+    """Make a new certificate authority, and write its ``ca.key`` and ``ca.crt``."""
     key = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fl-lightning network")])
     certificate = (
@@ -63,7 +63,7 @@ def make_authority(folder: Path) -> Authority:
 
 
 def make_server_certificate(folder: Path, authority: Authority, hosts: Sequence[str]) -> datetime:
-    """Write ``server.key`` and ``server.pem``, and return the end of the certificate's validity.
+    """Write the server's key and certificate, ``server.key`` and ``server.pem``, and return when it expires.
 
     Args:
         folder: existing folder.
@@ -94,7 +94,7 @@ def make_server_certificate(folder: Path, authority: Authority, hosts: Sequence[
 
 
 def make_site_key(path: Path) -> None:
-    """Write a new key in the format of OpenSSH: the private half at a path, the public one at ``.pub``."""
+    """Write a site's new key in OpenSSH's format: the private half at a path, the public half at ``.pub``."""
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)

@@ -27,7 +27,7 @@ _SECONDS = 60.0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return environment variables for Flower's programs: no telemetry, and paths of this package."""
+    """Return environment variables for Flower's programs: no telemetry, and this process's Python and package."""
     here, package = Path(sys.executable).parent, Path(fl_lightning.__file__).parents[1]
     paths = [str(package), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
@@ -47,7 +47,7 @@ def flower_command(name: str) -> str:
 
 
 class Control:
-    """Control interface of a network's server, on the server's machine.
+    """Controls a network's Flower server from the server's machine: registers sites; starts, lists and stops runs.
 
     Args:
         network: network of the server.
@@ -67,7 +67,7 @@ class Control:
         )
 
     def register_sites(self) -> None:
-        """Register the keys of all sites, and replace those that have changed.
+        """Register the public keys of all sites with Flower, in place of keys that have changed.
 
         Raises:
             ConfigurationError: if Flower has a key already: a start was broken off before `nodes_file` was
@@ -100,19 +100,19 @@ class Control:
             file.write(json.dumps(known).encode())
 
     def nodes(self) -> list[Mapping[str, Any]]:
-        """Return the nodes that Flower lists."""
+        """Return Flower's list of its nodes, one for each site."""
         return list(self._ask("supernode", "list", _CONNECTION)["nodes"])
 
     def runs(self) -> list[Mapping[str, Any]]:
-        """Return the runs that Flower lists."""
+        """Return Flower's list of its runs."""
         return list(self._ask("list", _CONNECTION)["runs"])
 
     def run(self, app: Path) -> str:
-        """Start a run, and return its number."""
+        """Start a run of a Flower app, and return the run's number."""
         return str(self._ask("run", str(app), _CONNECTION)["run-id"])
 
     def status_of(self, run: str) -> tuple[str, str]:
-        """Return the status of a run, as Flower names it, and details; ``unknown`` without an answer."""
+        """Return a run's status, as Flower names it, and details; ``unknown`` if Flower does not answer or list it."""
         try:
             found = [one for one in self.runs() if str(one.get("run-id")) == run]
         except ConfigurationError:
@@ -121,7 +121,7 @@ class Control:
         return str(one["status"]), str(one.get("status-details", ""))
 
     def stop(self, run: str) -> None:
-        """End a run."""
+        """Stop a run at the server."""
         self._ask("stop", run, _CONNECTION)
 
     def _ask(self, *words: str) -> dict[str, Any]:
@@ -149,7 +149,7 @@ _EXPIRED, _NOT_YET, _OTHER_HOST = 10, 9, 62
 
 
 def check_server(address: str, certificate: Path) -> float:
-    """Ask a server as a site does, and return the seconds by which this machine's clock is ahead of the server's.
+    """Connect to a server as a site does, and return by how many seconds this machine's clock is ahead of its clock.
 
     Args:
         address: ``host:port``.

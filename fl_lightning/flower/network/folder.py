@@ -33,7 +33,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class NetworkFolder:
-    """A network, read from its folder.
+    """Address and sites of a network, read from its folder.
 
     Attributes:
         folder: folder of the network.
@@ -54,11 +54,11 @@ class NetworkFolder:
 
     @property
     def nodes_file(self) -> Path:
-        """File with the Flower node of each site, and the key under which it is registered."""
+        """File with each site's Flower node, and the public key under which the node is registered."""
         return self.server / "nodes.json"
 
     def registered(self) -> dict[str, dict[str, Any]]:
-        """Return the contents of `nodes_file`, by site; empty before the server has run."""
+        """Return each site's Flower node and key from `nodes_file`; empty before the server has run."""
         return json.loads(self.nodes_file.read_text()) if self.nodes_file.exists() else {}
 
     def site(self, name: str) -> Path:
@@ -67,7 +67,7 @@ class NetworkFolder:
 
     @staticmethod
     def read(folder: Path) -> NetworkFolder:
-        """Read the network in a folder.
+        """Read a network's address and sites from its folder.
 
         Raises:
             ConfigurationError: if the folder is not that of a network.
@@ -81,7 +81,7 @@ class NetworkFolder:
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """A site, read from its folder.
+    """Name, server and socket of a site, read from its folder.
 
     Attributes:
         folder: folder of the site.
@@ -97,7 +97,7 @@ class SiteFolder:
 
     @staticmethod
     def read(folder: Path) -> SiteFolder:
-        """Read the site in a folder.
+        """Read a site's name, server and socket from its folder.
 
         Raises:
             ConfigurationError: if the folder is not that of a site.
@@ -115,7 +115,7 @@ class SiteFolder:
 
 
 def parse_address(given: str) -> tuple[str, int]:
-    """Split an address into host and port.
+    """Split an address ``host:port`` into host and port.
 
     Raises:
         ConfigurationError: if the text is no such address.
@@ -133,7 +133,7 @@ def parse_address(given: str) -> tuple[str, int]:
 
 
 def parse_sites(given: str) -> tuple[str, ...]:
-    """Split a text into names of sites.
+    """Split a text with commas into names of sites.
 
     Raises:
         ConfigurationError: if a name is not valid, or given twice.
@@ -163,7 +163,7 @@ def make_network(
     hosts: Sequence[str] = (),
     keys: Mapping[str, PublicKeys] | None = None,
 ) -> NetworkFolder:
-    """Write the folder of a new network.
+    """Write the folder of a new network: certificates, keys, start scripts and a folder for each site.
 
     Args:
         folder: new or empty folder.
@@ -294,7 +294,7 @@ def _write_start(folder: Path, words: str) -> None:
 
 
 def _filled(template: str, values: Mapping[str, object]) -> str:
-    """Return the text of a file beside this one, with values for the names in braces."""
+    """Return the text of a template beside this file, with values in place of the names in braces."""
     text = Path(__file__).with_name(template).read_text()
     for name, value in values.items():
         text = text.replace(f"{{{name}}}", str(value))

@@ -49,7 +49,7 @@ def carry_out(
     configuration: str = "",
     run: str = SERVER_RUN,
 ) -> None:
-    """Start a run at a server and show its log; a lost run is resumed.
+    """Start a run at a server and show its log; if its program is killed, resume it from its last checkpoint.
 
     Args:
         control: control interface of the server.
@@ -127,7 +127,7 @@ def _failure(log: Path, status: str, details: str) -> RoundFailure:
 
 
 def _states(control: Control, run: str, log: TextIO) -> Iterator[tuple[str, str]]:
-    """Yield the status of a run and details, again and again."""
+    """Poll a run again and again, and yield its status and details each time."""
     last_alive = math.inf
     while True:
         if is_alive := _is_locked(log):
@@ -150,14 +150,14 @@ def _is_locked(file: TextIO) -> bool:
 
 
 class Logs:
-    """Log files of a server's programs, read from their current ends."""
+    """Log files of a server's programs, read from where they ended when this object was made."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sizes = {path: path.stat().st_size for path in folder.glob("*.log")}
 
     def new(self) -> Path:
-        """Make a new file for the log of a run."""
+        """Make a new file for a run's log, and return its path."""
         begin, end = _RUNS.split("*")
         begin += time.strftime("%Y%m%d-%H%M%S-")
         descriptor, path = tempfile.mkstemp(prefix=begin, suffix=end, dir=self._folder)
@@ -177,7 +177,7 @@ class Logs:
 
 
 def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
-    """Return a row for each site: name, state, when it was last seen, its versions."""
+    """Return one row of status for each site: name, state, when it was last seen, its versions."""
     nodes = {int(node["node-id"]): node for node in control.nodes()}
     registered = network.registered()
     seen_file = network.nodes_file.with_name(SEEN)
@@ -195,7 +195,7 @@ def sites(network: NetworkFolder, control: Control) -> Sequence[Sequence[str]]:
 
 
 def runs(control: Control) -> Sequence[Sequence[str]]:
-    """Return a row for each run, the newest first: number, state, when it was started."""
+    """Return one row of status for each run, the newest first: number, state, when it was started."""
     return [
         [str(one.get("run-id")), str(one.get("status")), str(one.get("running-at") or _UNKNOWN)]
         for one in control.runs()
@@ -203,7 +203,7 @@ def runs(control: Control) -> Sequence[Sequence[str]]:
 
 
 def last_log_line(network: NetworkFolder) -> str:
-    """Return the last line of the newest run's log, such as its round."""
+    """Return the last line of the newest run's log, which may tell its round."""
     files = sorted((network.server / "log").glob(_RUNS))
     lines = files[-1].read_text().splitlines() if files else []
     return lines[-1] if lines else _UNKNOWN

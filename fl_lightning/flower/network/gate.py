@@ -27,7 +27,7 @@ _OF_A_CONNECTION = {"host", "connection", "content-length", "transfer-encoding",
 
 
 def make_gate(server: str, certificate: str) -> Starlette:
-    """Return the proxy.
+    """Return the web application that passes sites' requests on to Flower and refuses all others.
 
     Args:
         server: Flower's own address, ``https://127.0.0.1:PORT``.
@@ -62,7 +62,7 @@ def _passed(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def main(host: str, port: str, server: str, authority: str, certificate: str, key: str) -> None:
-    """Serve the port for sites until SIGTERM."""
+    """Run the proxy between sites and Flower until SIGTERM."""
     uvicorn.run(
         make_gate(server, authority),
         host=host,

@@ -42,7 +42,7 @@ _START_SECONDS = 120.0
 def serving(
     network: NetworkFolder, supervisor: Supervisor, *, bind: str, control_port: int
 ) -> Iterator[Control]:
-    """Run the server of a network inside the block, with the keys of all sites registered.
+    """Run a network's server during a ``with`` block, with the public keys of all sites registered.
 
     Args:
         network: network of the server.
@@ -129,7 +129,7 @@ def wait_for_server(
 
 
 def once_in_a_row(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that shows a line to people, unless it was the last one."""
+    """Return a function that shows a line to people, unless it equals the line shown last."""
     last = ""
 
     def say_once(line: str) -> None:
@@ -142,7 +142,7 @@ def once_in_a_row(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def control_of(network: NetworkFolder) -> Control:
-    """Return the control interface of a server that runs on this machine.
+    """Return the object that controls the network's server, which runs on this machine.
 
     Raises:
         ConfigurationError: if none runs.
@@ -217,7 +217,7 @@ def _about_clock(ahead: float) -> str:
 def site_programs(
     site: SiteFolder, say: Callable[[str], None], *, process: str = SITE_PROCESS
 ) -> list[Program]:
-    """Return the programs of a site.
+    """Return the programs that a site runs: its resident process, Flower's node, and the runner of its client app.
 
     Args:
         site: the site.
@@ -251,7 +251,7 @@ def site_programs(
 
 
 def join(site: SiteFolder, say: Callable[[str], None]) -> None:
-    """Wait until the server answers, and run a site until a signal.
+    """Wait until the server answers, then run a site's programs until a signal ends them.
 
     Raises:
         ConfigurationError: if the server is not the one of the site's network.
@@ -264,7 +264,7 @@ def join(site: SiteFolder, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True)
 class Demo:
-    """A network that runs on this machine.
+    """A whole network, server and sites, that runs on this machine.
 
     Attributes:
         network: folder of the network.
@@ -318,7 +318,7 @@ def demo(
 
 @contextmanager
 def _temporary_folder(say: Callable[[str], None]) -> Iterator[Path]:
-    """Make a folder that is deleted at the end; after an error, its logs are kept elsewhere."""
+    """Make a folder that is deleted after the block; if the block raises, its logs are copied elsewhere first."""
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
         try:
             yield Path(name)
@@ -333,7 +333,7 @@ def _temporary_folder(say: Callable[[str], None]) -> Iterator[Path]:
 def _with_settings(
     network: NetworkFolder, name: str, root: Path, settings: Mapping[str, object]
 ) -> SiteFolder:
-    """Write settings into a site's folder, with a socket in the temporary folder; return the site."""
+    """Write settings into a site's ``site.yaml``, with a socket in the temporary folder, and return the site."""
     file = network.site(name) / "site.yaml"
     told = yaml.safe_load(file.read_text())
     told["clients"] = {client: client for client in told["clients"]}  # all have the same data here

@@ -31,11 +31,11 @@ _APP = "flwr.supernode.runtime.run_clientapp"
 
 
 class AppRefused(Exception):  # noqa: N818 - says what happened
-    """Raised if the server has submitted another app; the server gets the message."""
+    """Raised at a site that refuses an app or a task from the server; the server gets the error's message."""
 
 
 def check_app(folder: Path, fab: bytes, **options: Any) -> None:
-    """Raise unless a Flower app has the client app of fl_lightning.
+    """Raise unless a Flower app from the server has the same client app as this site's fl_lightning.
 
     Args:
         folder: folder of the site.
@@ -59,7 +59,7 @@ def check_app(folder: Path, fab: bytes, **options: Any) -> None:
 
 
 def refuse(folder: Path, about: bytes, reason: str) -> None:
-    """Write a refusal to the site's audit log, and raise `AppRefused`."""
+    """Write to the site's audit log that an app or a task is refused, and raise `AppRefused`."""
     told = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "kind": "app"}
     told |= {"app": sha256(about).hexdigest(), "refusal": f"policy: {reason}"}
     file = folder / "log" / AUDIT_FILE
@@ -76,13 +76,13 @@ def _read(files: zipfile.ZipFile, name: str) -> bytes:
 
 
 def _hash(text: str) -> str:
-    """Return the hash of a file's code, without comments and empty lines."""
+    """Return the SHA-256 of a Python file's text, without comment lines and empty lines."""
     lines = [line.rstrip() for line in text.splitlines()]
     return sha256("\n".join(each for each in lines if each and each[0] != "#").encode()).hexdigest()
 
 
 class _Executor:
-    """Executor of Flower's that starts this site's app instead of a command."""
+    """Replacement of Flower's executor that starts this site's own app instead of a command."""
 
     def __init__(self, folder: str) -> None:
         base = import_module("flwr.supercore.superexec.executor.subprocess_executor")
@@ -92,7 +92,7 @@ class _Executor:
         return getattr(self._flower, name)
 
     def launch(self, spec: Any) -> Any:
-        """Start the app for a message; other kinds of tasks are refused."""
+        """Start this site's app for a message; refuse tasks of other kinds."""
         result = import_module("flwr.supercore.superexec.executor.types").LaunchResult
         if spec.task_type != "flwr-clientapp":
             try:
@@ -112,14 +112,14 @@ def _follow(address: str, token: str) -> None:
 
 
 def _put(module: Any, **functions: Any) -> None:
-    """Replace functions of Flower's; raises if one no longer exists, since its successor would run."""
+    """Replace functions in one of Flower's modules; raise if the module lacks one of these names."""
     for name, function in functions.items():
         getattr(module, name)
         setattr(module, name, function)
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the tasks of a site's node."""
+    """Run this site's app for each message that Flower's node passes on."""
     folder, address = words
     _put(
         import_module(_APP),

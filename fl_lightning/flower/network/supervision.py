@@ -26,7 +26,7 @@ _MOST_WORDS = 20_000
 
 @dataclass(frozen=True)
 class ProgramEnd:
-    """The end of a program.
+    """Exit code and last output of a program that has ended.
 
     Attributes:
         code: exit code; a negative number is the signal that ended the program.
@@ -40,7 +40,7 @@ class ProgramEnd:
 
 
 def backoff(ended: ProgramEnd) -> float:
-    """Return the seconds until a program is started again: 1, 2, 4, up to 30.
+    """Return the seconds until a program that has ended is started again: 1, 2, 4, up to 30.
 
     Example:
         >>> [backoff(ProgramEnd(1, "", times)) for times in (1, 2, 3, 9)]
@@ -74,7 +74,7 @@ class Program:
     _starting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def keep_running(self) -> None:
-        """Start the program, and again after each end, until `ask_to_end`.
+        """Start the program, and start it again each time that it ends, until `ask_to_end`.
 
         The system ends a program with the thread that has started it: this one runs as long as the program.
         """
@@ -92,14 +92,14 @@ class Program:
             self._is_over.wait(pause)
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to the program, which is not started again."""
+        """Send SIGTERM to the program, and do not start it again."""
         with self._starting:
             self._is_over.set()
         if (process := self.process) is not None:
             process.terminate()
 
     def end(self, until: float) -> None:
-        """Wait for the end until a `time.monotonic`; then kill the program, and its children anyway."""
+        """Wait for the program's end until a time of `time.monotonic`, then kill it; in any case kill its children."""
         if (process := self.process) is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -112,7 +112,7 @@ class Program:
             self._note("does not end: killed")
 
     def _started(self) -> subprocess.Popen[bytes] | None:
-        """Start a process and return it; None after `ask_to_end`."""
+        """Start the program's process, and return it; None if `ask_to_end` was called."""
         with self._starting:
             if self._is_over.is_set():
                 return None
@@ -130,7 +130,7 @@ class Program:
             return self.process
 
     def _words(self) -> str:
-        """Return the output of the program since its start."""
+        """Return the program's output since its last start, at most the last 20 kB."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._from, size - _MOST_WORDS))
@@ -148,7 +148,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 class Supervisor:
-    """Keeps programs running inside a ``with`` block, and ends them with the block, layer by layer.
+    """Keeps programs running during a ``with`` block, then ends them, those of the highest layer first.
 
     Args:
         programs: programs in the order of their start.
@@ -186,10 +186,10 @@ class Supervisor:
             self._errors.put(error)
 
     def wait(self) -> NoReturn:
-        """Wait until a program can no longer be supervised, and raise the reason."""
+        """Wait until the supervision of a program fails, and raise its error."""
         raise self._errors.get()
 
     def process(self, name: str) -> int | None:
-        """Return the process id of a program; None between an end and the next start."""
+        """Return a program's process id; None while the program waits to be started again."""
         [process] = [each.process for each in self._programs if each.name == name]
         return None if process is None else process.pid

@@ -52,7 +52,7 @@ from fl_lightning.server.staleness import AsyncRule
 
 @final
 class VersionsAtSites(KeptVersions):
-    """Versions of the global model from which clients train, and the arrivals so far.
+    """Keeps the versions of the global model from which clients at sites train, and records when updates arrive.
 
     Args:
         rule: options of asynchronous training.
@@ -81,11 +81,11 @@ class VersionsAtSites(KeptVersions):
         self.arrivals = Arrivals(self._clock, *self._sizes, self._seed)
 
     def enter(self, run: Run) -> None:
-        """Choose the file of the record of arrivals."""
+        """Choose the file to which the order of arrivals is written."""
         self._file = Path(own_run_folder(run.trainer), FILE)
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Keep a copy of the current version, and drop versions from which no client trains."""
+        """Keep a copy of the current global model, and drop versions from which no client trains any more."""
         needed = self.arrivals.step(round_index - 1).in_flight if round_index else frozenset()
         self._models = {v: kept for v, kept in self._models.items() if v in needed}
         self._common = {v: kept for v, kept in self._common.items() if v in needed}
@@ -93,15 +93,15 @@ class VersionsAtSites(KeptVersions):
         self._models[round_index] = GlobalModel(model.params.clone(), model.buffers.clone())
 
     def note(self, options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Keep the options and tensors that all orders of the current version share, without the model."""
+        """Keep the options and tensors that all orders of the current model version share, besides the model."""
         self._common[self._present] = options, {n: t for n, t in tensors.items() if n != "model"}
 
     def kept(self, version: int) -> tuple[GlobalModel, Content]:
-        """Return the model of a version, and the options and tensors that its orders share."""
+        """Return a version of the global model, and the options and tensors that its orders share."""
         return self._models[version], self._common[version]
 
     def before_step(self, record: RoundRecord) -> None:
-        """Record the staleness of the updates that count."""
+        """Record the staleness and durations of the updates in a server step, and how many updates were lost."""
         step = self.arrivals.step(self._present)
         lost = sum(ended.is_lost for ended in self._clock.record[self._num_closed :])
         record.durations, self._counted.began = dict(step.durations), step.versions
@@ -111,12 +111,12 @@ class VersionsAtSites(KeptVersions):
         }
 
     def close(self, record: RoundRecord) -> None:
-        """Write the arrivals to a file."""
+        """Write the order of arrivals to a file."""
         self._num_closed = len(self._clock.record)
         write_arrivals(self._file, self._clock.record, self._rule.buffer_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arrivals up to the last step, and the models sent to clients at work."""
+        """Return the arrivals up to the last server step, and the model versions from which clients still train."""
         return {
             "sizes": self._sizes,
             "record": [tuple(ended) for ended in self._clock.record[: self._num_closed]],
@@ -125,12 +125,12 @@ class VersionsAtSites(KeptVersions):
         }
 
     def check(self, state: Any) -> None:
-        """Raise if options that decide which clients are started differ from the checkpoint's."""
+        """Raise if the checkpoint's numbers of clients, of clients at a time, or of updates per step are different."""
         if state is not None:
             check_same("federation.asynchronous", state.get("sizes"), self._sizes)
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Restore the state; clients that were training get their orders again."""
+        """Restore arrivals and model versions; clients that were training get their orders again."""
         self._begin([FinishedClient(*ended) for ended in state["record"]])
         self._num_closed = len(self._clock.record)
         self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}
@@ -166,7 +166,7 @@ class AsynchronousSites(Sites):
         self._lost_in_a_row = 0
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
-        """Train clients until the buffer is full, and yield the updates in it."""
+        """Train clients until the buffer of updates is full, and yield these updates."""
         packing = self._packing()
         self._versions.note(*self._common(start, packing))
         step = self._versions.arrivals.step(self._run.round_index)
@@ -182,7 +182,7 @@ class AsynchronousSites(Sites):
         self.collector.pool_metrics(sums, self._run.module)
 
     def _next_end(self, at_work: Sequence[StartedClient]) -> FinishedClient:
-        """Send the orders that are due, and return the client whose answer comes next."""
+        """Send orders to started clients that have none yet, and return the next client that ends."""
         correspondence = self._remote.correspondence
         for visit in at_work:
             if visit.number not in self._asked:
@@ -199,13 +199,13 @@ class AsynchronousSites(Sites):
         return FinishedClient(client, visit.version, seconds, is_lost=reply.answer is None)
 
     def _order_to(self, visit: StartedClient) -> Order:
-        """Return the order of a client that is training; it has the same bytes whenever it is made."""
+        """Return the order for a client that is training, with equal bytes at every call."""
         model, (options, tensors) = self._versions.kept(visit.version)
         told = {"model": self._packing().model(model, visit.version), **tensors}
         return self._remote.order("train", (visit.client,), (options, told), visit.version)
 
     def _skip(self, client: int, reply: Reply, at_work: Sequence[StartedClient]) -> None:
-        """Skip a client whose site has sent no answer, unless such a failure ends the run.
+        """Skip a client whose site has not answered its order, or end the run if the options say so.
 
         Args:
             client: id of the client.

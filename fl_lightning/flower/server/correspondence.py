@@ -30,7 +30,7 @@ _OF_RESTARTED = ("run", "stopped", "mask", "busy", "lost")
 
 @dataclass(frozen=True)
 class Reply:
-    """Reply of a site.
+    """Answer of a site to an order, or the reason that there is none.
 
     Attributes:
         site: name of the site.
@@ -72,7 +72,7 @@ class Reply:
 
 
 class Part(NamedTuple):
-    """A client's part of a site's reply.
+    """One client's part of a site's reply.
 
     Attributes:
         client: id of the client.
@@ -94,7 +94,7 @@ class Part(NamedTuple):
 
 
 def in_order(clients: Sequence[int], parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield parts of replies in the order of the clients, each once those before it have arrived."""
+    """Yield clients' parts of replies in the given order of clients; a part waits for all parts before it."""
     came: dict[int, Part] = {}
     waiting = deque(clients)
     for part in parts:
@@ -105,7 +105,7 @@ def in_order(clients: Sequence[int], parts: Iterable[Part]) -> Iterator[Part]:
 
 @dataclass(eq=False)
 class _PendingOrder:
-    """An order that was sent, or that waits behind another one to the same site.
+    """An order that was sent to a site, or that waits until the site has replied to an earlier order.
 
     Attributes:
         site: name of the site.
@@ -125,7 +125,7 @@ class _PendingOrder:
 
 
 class Correspondence:
-    """Sends orders to sites, one at a time to each: further orders to a site wait in line.
+    """Sends orders to sites and returns their replies; a site gets one order at a time, further ones wait.
 
     A site that is lost while it works (killed, restarted, cut off) is greeted and asked again as soon as
     it is back, until the deadline: the same order gives the same answer.
@@ -141,7 +141,7 @@ class Correspondence:
         self._posted: deque[Reply] = deque()  # replies to posted orders
 
     def greet(self, write: Callable[[], Order], wanted: int) -> dict[str, Answer]:
-        """Wait for a number of sites, greet all that are present, and return their answers by site.
+        """Wait until enough sites are connected, send each the run's first order (``hello``), and return their answers.
 
         Args:
             write: makes the ``hello``; it is called again for sites that come back later.
@@ -190,17 +190,17 @@ class Correspondence:
                 self._remove(asked)
 
     def post(self, site: str, order: Order) -> None:
-        """Put an order into the line of a site; `next_reply` returns the reply."""
+        """Queue an order for a site; `next_reply` returns the reply."""
         self._put(site, order)
 
     def next_reply(self) -> Reply:
-        """Wait for the next reply to a posted order, and return it."""
+        """Wait for the next reply to an order that `post` has queued, and return it."""
         while not self._posted:
             self._posted.extend(reply for _, reply in self._receive())
         return self._posted.popleft()
 
     def forget_posted(self) -> None:
-        """Drop all posted orders and their replies; orders that wait in line are not sent."""
+        """Drop all orders in the sites' queues, sent or not, and all replies that were not read."""
         self._lines.clear()
         self._posted.clear()
 
@@ -220,7 +220,7 @@ class Correspondence:
         self._channel.send(asked.site, asked.sent, self._deadline)
 
     def _remove(self, asked: _PendingOrder) -> None:
-        """Remove an order from the line of its site; the next one is sent if it was the first."""
+        """Remove an order from its site's queue; if it was the first, send the next order."""
         line = self._lines.get(asked.site, deque())
         if asked not in line:
             return
@@ -230,7 +230,7 @@ class Correspondence:
             self._send(line[0])
 
     def _receive(self) -> list[tuple[_PendingOrder, Reply]]:
-        """Return orders with their replies, answered or given up, after at most a second."""
+        """Wait at most a second, and return the orders that were answered or given up, with their replies."""
         found, now = [], time.monotonic()
         left = min((a.until - now for a in self._in_progress() if a.until), default=_PAUSE)
         for site, came in self._channel.receive(max(0.0, min(left, _PAUSE))):
@@ -250,7 +250,7 @@ class Correspondence:
         return [line[0] for line in self._lines.values() if line]
 
     def _reply(self, came: bytes | None, asked: _PendingOrder) -> Reply | None:
-        """Return the reply of a site to its order; None if the order was sent again."""
+        """Return a site's reply to its order; None if there is none yet and the order is sent again."""
         site = asked.site
         found = self._read(site, came, digest(asked.sent))
         if found is None:
@@ -284,7 +284,7 @@ class Correspondence:
         return max(1.0, (asked.until or 0.0) - time.monotonic())
 
     def _read(self, site: str, came: bytes | None, name: str) -> Answer | str | None:
-        """Return the answer, or the reason that there is none; None if the order was sent again."""
+        """Return a site's decoded answer, or why it cannot be used; None if the order has to be sent again."""
         if came is None:
             return None
         try:

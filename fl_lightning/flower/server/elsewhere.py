@@ -31,7 +31,7 @@ _AT_SITES = (
 
 
 class DataElsewhere(FederatedDataModule):
-    """Data module of a server: clients' examples are at sites, the evaluation loaders at the server.
+    """Data module of a server: only its evaluation loaders read data; clients' examples are at sites.
 
     If the server has no test set, a test asks the sites to evaluate the clients' test examples, as far as
     `ClientEvaluation` is there and their policies let metrics leave.
@@ -73,15 +73,15 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def training(self) -> NoReturn:
-        """Raise ConfigurationError: the data are at sites."""
+        """Raise ConfigurationError, because the training data are at sites."""
         raise ConfigurationError(_AT_SITES)
 
     def _clients_test_set(self) -> DataLoader[Any]:
-        """Return a loader without a batch, so that the clients' sites test and nothing is tested here."""
+        """Return a loader without a batch: sites test on their clients' examples, and the server on nothing."""
         return DataLoader(_Nothing())
 
     def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
-        """Return a reader that always refuses: the data are at sites."""
+        """Return a function that refuses to read examples, because they are at sites."""
 
         def refuse(indices: Tensor) -> Any:
             raise ConfigurationError(_AT_SITES)
@@ -90,7 +90,7 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Examples per local batch."""
+        """Number of examples in a client's local batch."""
         return self._size
 
     @property
@@ -100,23 +100,23 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def draw_weights(self) -> None:
-        """No weights: sites draw their own batches."""
+        """None: the server draws no batches, so it needs no weights of examples."""
         return
 
     def summary(self) -> PartitionSummary:
-        """Return a summary of the clients' sizes, without classes, which only sites know."""
+        """Return a summary of how many examples clients have, without classes, which only sites know."""
         return PartitionSummary.of(self.clients, None, max_clients=MAX_CLIENTS_COUNTED)
 
 
 class _Nothing(IterableDataset[Any]):
-    """A stream that ends at once; Lightning skips an evaluation only if the length is known to be 0."""
+    """Dataset without a batch and without a length: Lightning would skip an evaluation on a loader of length 0."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
 
 def _shards_of(sizes: Mapping[int, int]) -> FlatShards:
-    """Return shards with these numbers of examples, and no indices: a site may claim any number."""
+    """Return clients' shards that have the sizes that sites report, but no indices of examples."""
     lengths = np.array([sizes[client] for client in sorted(sizes)], np.int64)
     shards = FlatShards(np.empty(0, np.int32), np.zeros_like(lengths))
     shards.num_examples = lengths
@@ -125,7 +125,7 @@ def _shards_of(sizes: Mapping[int, int]) -> FlatShards:
 
 @final
 class WorkElsewhere(WorkPlan):
-    """Plan of a server: which clients train in which round. Sites draw examples and steps.
+    """Plan of a server: which clients train in which round. Sites choose the examples and steps.
 
     Args:
         data: data module of the server.
@@ -155,7 +155,7 @@ SCALED = "16-mixed"  # a precision
 
 
 def check_over_network(trainer: Trainer, module: Any, data: Any, options: Options) -> None:
-    """Raise if options have no meaning, or a different one, over a network.
+    """Raise if options of a run have no meaning over a network, or another one than in a simulation.
 
     Raises:
         ConfigurationError: naming all of them.

@@ -42,12 +42,12 @@ class ClientsAtSites:
     Args:
         correspondence: exchange of messages with the sites.
         configuration: configuration of the run, as YAML.
-        counted: knows the id of the run, and in which rounds clients counted.
+        counted: records the id of the run, and the last round in which each client's update was used.
         trainer: Trainer of the server.
         mask: returns the current mask of the run; None if there is none.
 
     Attributes:
-        correspondence: as given.
+        correspondence: exchange of messages with the sites.
         site_of: name of the site of each client; empty before the sites are greeted.
     """
 
@@ -65,7 +65,7 @@ class ClientsAtSites:
         self._sent_mask = ""  # name of the mask that was sent to all sites
 
     def greet(self, wanted: int) -> dict[str, SiteFacts]:
-        """Wait for a number of sites, greet all that are present, and return facts about them.
+        """Wait until enough sites are connected, send each the run's first order, and return facts about each site.
 
         Raises:
             ConfigurationError: if a site refuses, or its facts are not valid.
@@ -81,12 +81,12 @@ class ClientsAtSites:
 
     @property
     def mask(self) -> str:
-        """Name of the current mask on both sides; empty if there is none."""
+        """Number and hash of the current mask, as text; empty if there is none."""
         mask = self._current_mask()
         return "" if mask is None else str(mask)
 
     def _greeting(self) -> Order:
-        """Return the greeting, with the current mask if there is one, and the whole model.
+        """Return the run's first order (``hello``); if there is a mask, with the mask and the whole model.
 
         Training may have changed entries that are frozen now, and later orders leave them out.
         """
@@ -103,7 +103,7 @@ class ClientsAtSites:
     def order(
         self, kind: Kind, clients: tuple[int, ...], content: Content, round_index: int
     ) -> Order:
-        """Return an order of the run."""
+        """Return an order of the run, with the last round in which each of its clients counted."""
         rounds, (options, tensors) = self._counted.rounds, content
         return Order(
             kind=kind,
@@ -130,7 +130,7 @@ class ClientsAtSites:
         content: Callable[[tuple[int, ...]], Content],
         round_index: int,
     ) -> dict[str, Order]:
-        """Return one order for each site that has some of the clients, by site.
+        """Return one order for each site that has at least one of the clients, by site.
 
         Args:
             kind: kind of the orders.
@@ -144,7 +144,7 @@ class ClientsAtSites:
         }
 
     def ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
-        """Send orders, and yield the replies; if there is a new mask, all sites are greeted first.
+        """Send orders to sites, and yield their replies; a new mask is sent to all sites first.
 
         A site that misses the mask is greeted with its next order.
         """
@@ -168,7 +168,7 @@ class ClientsAtSites:
         values: Mapping[str, Tensor] | None = None,
         skips: bool = False,
     ) -> Iterator[T]:
-        """Ask clients for sums over their training examples, and yield what ``read`` returns for each, in order.
+        """Ask clients for sums over their training examples, and yield ``read`` of each client's sums, in order.
 
         Args:
             what: name of the sums: ``scores`` or ``head`` of a mask, or `STATISTICS`.
@@ -202,7 +202,7 @@ class ClientsAtSites:
     def _calibration(
         self, about: Mapping[str, Any], asked: Mapping[int, int], values: Mapping[str, Tensor]
     ) -> dict[str, Order]:
-        """Return orders for sums, by site."""
+        """Return the orders that ask clients for sums over their examples, one per site, by site."""
         tensors = model_tensors(self._trainer.lightning_module, without=values.keys())
         tensors |= {f"{VALUES}{name}": value.detach().cpu() for name, value in values.items()}
 
@@ -213,7 +213,7 @@ class ClientsAtSites:
 
 
 def _sums_in(part: Part, num_examples: int) -> tuple[dict[str, Tensor], int]:
-    """Return a client's sums, and the number of their examples.
+    """Return a client's sums from its part of a reply, and the number of examples that they are over.
 
     Raises:
         ValueError: if there are none, or not of as many examples as asked.
@@ -256,11 +256,11 @@ class Counted(Stage):
         self._number = round_index
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id of the run, and the last round in which each client counted."""
+        """Return the id of the run, and the last round in which each client's update was used."""
         return {"run": self.run, "rounds": dict(self.rounds)}
 
     def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Restore the id of the run and the rounds from a checkpoint."""
+        """Restore the id of the run, and each client's last round, from a checkpoint."""
         if state:
             self.run, self.rounds = state["run"], dict(state["rounds"])
 
@@ -278,7 +278,7 @@ Examples = Annotated[int, partial(check_whole, most=10**9)]
 
 @dataclass(frozen=True, kw_only=True)
 class SiteFacts:
-    """Facts that a site reports about itself.
+    """Facts that a site reports to the server: its clients' numbers of examples, its options and its limits.
 
     Attributes:
         clients: number of examples of each client.
@@ -328,7 +328,7 @@ class SiteFacts:
 
 
 def facts_of(answers: Mapping[str, Answer]) -> dict[str, SiteFacts]:
-    """Read the facts in the answers of sites, by site.
+    """Read the facts that sites report about themselves from their answers, by site.
 
     Raises:
         ConfigurationError: naming a site whose facts are not valid.

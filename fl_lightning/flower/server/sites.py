@@ -57,7 +57,7 @@ from fl_lightning.server.server import as_aggregator
 
 
 class Sites(FitClients):
-    """Trains clients at their sites.
+    """Trains a round's clients at their sites: sends orders, and reads the updates from the answers.
 
     Args:
         run: run of the server.
@@ -103,7 +103,7 @@ class Sites(FitClients):
         self.lose(ClientFailure(client, reason))
 
     def find_state(self, group: Iterable[int], ranks: Ranks) -> bool:
-        """Find the names of the clients' state from the configuration, without training a client."""
+        """Find the names of the state that clients keep between rounds, from the configuration alone."""
         self.local.set_state(self.rehearsal.known)
         return True
 
@@ -128,7 +128,7 @@ class Sites(FitClients):
         self.collector.pool_metrics([sums[site] for site in sorted(sums)], self._run.module)
 
     def evaluate(self, stage: str, clients: Sequence[int]) -> dict[int, dict[str, Tensor]]:
-        """Metrics of the module's model on the clients' held-out examples, by client.
+        """Return metrics of the module's model on each client's held-out examples, which sites compute, by client.
 
         Args:
             stage: ``validation`` or ``test``.
@@ -159,11 +159,11 @@ class Sites(FitClients):
         return found
 
     def _orders(self, kind: Kind, clients: Iterable[int], content: Content) -> dict[str, Order]:
-        """Return orders of the current round by site."""
+        """Return the orders of the current round, one per site, by site."""
         return self._remote.orders(kind, clients, lambda _: content, self._run.round_index)
 
     def _note_sums(self, reply: Reply, sums: dict[str, LoggedMetrics]) -> None:
-        """Read the states of logged torchmetrics objects, and reductions of metrics, from a reply."""
+        """Read logged metrics from a site's reply: states of torchmetrics objects, and how to reduce other metrics."""
         if reply.answer is None:
             return
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
@@ -177,7 +177,7 @@ class Sites(FitClients):
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
 
     def _note_reductions(self, site: str, answer: Answer) -> None:
-        """Reduce a metric over clients by its sum, minimum or maximum if all sites report so."""
+        """Reduce a metric over clients by the sum, minimum or maximum if all sites report this way, else by the mean."""
         told = answer.options.get("reductions")
         kinds = told if isinstance(told, dict) else {}
         for name in sorted({name for client in answer.clients for name in client.metrics}):
@@ -216,7 +216,7 @@ class Sites(FitClients):
         return options, tensors
 
     def _agreed(self) -> dict[str, Any]:
-        """Return the facts about the model that must be equal at the server and the sites."""
+        """Return facts about the model that orders contain because server and sites must agree on them."""
         return {
             "num_clients": self._run.cohorts.population.num_clients,
             "state": self.local.state_names or [],
@@ -227,7 +227,7 @@ class Sites(FitClients):
 
     @property
     def _constants(self) -> str:
-        """Hash of the tensors that are not sent, computed once per mask."""
+        """SHA-256 of the module's tensors that are neither sent nor personal, computed once per mask."""
         mask = self._remote.mask
         if self._constants_of is None or self._constants_of[0] != mask:
             self._constants_of = mask, constants_digest(self._run.module, self.local)
@@ -236,7 +236,7 @@ class Sites(FitClients):
     def _upload_of(
         self, part: Part, start: Start, packing: Packing, num_updates: int
     ) -> Upload | Missing:
-        """Return the upload of a client as `Transport` yields it, or the reason that it is missing.
+        """Return a client's checked update as the stage `Transport` yields it, or the reason that it is missing.
 
         Args:
             part: the client's part of a site's reply.
@@ -261,7 +261,7 @@ class Sites(FitClients):
             return Missing(start, failure)
 
     def _read(self, answer: ClientAnswer, part: Part, packing: Packing) -> ClientUpdate:
-        """Return the update of a client; it has no numbers if these are hidden."""
+        """Return a client's update; it has no coordinates if a secure or encrypted sum hides them."""
         if self._sums is None:
             payload, began = part.tensors.get("payload"), part.reply.order.round
             active = None
@@ -334,7 +334,7 @@ def check_plausible(answer: ClientAnswer, num_examples: int, *, counts_steps: bo
 
 
 def check_metrics(metrics: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if metrics of a client are no real numbers, or a mean's weight is out of range."""
+    """Raise ValueError if a client's metrics are not real numbers, or the weight of a mean is out of range."""
     for name, metric in metrics.items():
         if metric.dtype not in (*_REAL, *_WHOLE):
             raise ValueError(f"its metric {name} has the dtype {metric.dtype}")

@@ -45,7 +45,7 @@ Lost = Callable[[int, str], None]
 def _parts(
     remote: ClientsAtSites, orders: Mapping[str, Order], cost: ProtectionCost
 ) -> Iterator[Part]:
-    """Send orders by site, and yield each client's answer; bytes are added to the cost."""
+    """Send an order to each site, yield each client's part of the replies, and add the bytes to the cost."""
     for reply in remote.ask(orders):
         for part in reply.parts:
             cost.bytes_up[part.client] += part.bytes_up
@@ -54,7 +54,7 @@ def _parts(
 
 
 class SumOverSites:
-    """Adds up vectors of sites by a secure sum, of which the server learns only the sum.
+    """Adds up clients' vectors by the secure-sum protocol over sites; the server learns only the sum.
 
     Args:
         remote: clients of the run.
@@ -126,7 +126,7 @@ class SumOverSites:
 
 
 class EncryptedOverSites:
-    """Adds up encrypted vectors of sites; one of the sites decrypts the sum.
+    """Adds up clients' vectors that sites have encrypted; one of the sites decrypts the sum.
 
     Args:
         remote: clients of the run.
@@ -156,7 +156,9 @@ class EncryptedOverSites:
             try:
                 self._key = bytes_of(made.tensors.get(KEY))
             except ValueError as error:
-                raise RoundFailure(f"site {opener} made no key for the run: {error}") from None
+                raise RoundFailure(
+                    f"site {opener} did not make the encryption key of the run: {error}"
+                ) from None
         total, senders = self._added(replace(agreed, stage="encrypt"), layout, cost)
         if total is None or len(senders) < FEWEST_CLIENTS:
             raise RoundFailure(
@@ -172,7 +174,7 @@ class EncryptedOverSites:
     def _added(
         self, asked: EncryptedStage, layout: CKKSLayout, cost: ProtectionCost
     ) -> tuple[EncryptedUpdate | None, tuple[Sender, ...]]:
-        """Return the sum of the encrypted vectors, None of none, and the clients in the sum."""
+        """Return the sum of the encrypted vectors, and the clients whose vectors are in it; None if no vector came."""
         server = CKKSServer(layout)
         total: EncryptedUpdate | None = None
         senders: list[Sender] = []
@@ -190,7 +192,7 @@ class EncryptedOverSites:
         return total, tuple(senders)
 
     def _waves(self, asked: EncryptedStage, layout: CKKSLayout) -> Iterator[dict[str, Order]]:
-        """Yield orders to encrypt, with a limited number of clients per site at a time."""
+        """Yield orders to encrypt vectors, by site, for so few clients at a time that no answer is too large."""
         size = layout.num_ciphertexts * ciphertext_bytes(layout.parameters)
         num_together = max(1, MOST_BYTES // max(1, size))
         left = {site: iter(c) for site, c in self._remote.by_site(asked.clients).items()}
@@ -205,7 +207,7 @@ class EncryptedOverSites:
         tensors: Mapping[str, bytes],
         cost: ProtectionCost,
     ) -> Answer:
-        """Return the opener's answer to an order; the bytes are counted for its first client.
+        """Send an order to the site that decrypts the sum, and return the answer; one of its clients bears the bytes.
 
         Raises:
             RoundFailure: if the opener does not answer.
@@ -219,7 +221,11 @@ class EncryptedOverSites:
         cost.bytes_down[first] += reply.bytes_down
         if reply.answer is None:
             is_key = asked.stage == "key"
-            what = "made no key for the run" if is_key else "has not opened the encrypted sum"
+            what = (
+                "did not make the encryption key of the run"
+                if is_key
+                else "has not opened the encrypted sum"
+            )
             raise RoundFailure(
                 f"round {order.round + 1}: site {opener} {what}: {reply.reason}. Nobody else opens "
                 "this round's sum: when the site is back, go on from last.ckpt (network run --resume last)"
@@ -228,7 +234,7 @@ class EncryptedOverSites:
 
 
 def _message_of(part: Part, layout: CKKSLayout, num_clients: int) -> tuple[EncryptedUpdate, Sender]:
-    """Return the encrypted vector of a client, and its `Sender`.
+    """Return a client's encrypted vector, and the facts about its sender that decrypting the sum needs.
 
     Args:
         part: the client's part of its site's reply.
@@ -255,7 +261,7 @@ def _message_of(part: Part, layout: CKKSLayout, num_clients: int) -> tuple[Encry
 
 
 def _values(values: Tensor | None, layout: CKKSLayout, opener: str) -> Tensor:
-    """Check a decrypted sum, and return it.
+    """Check that a decrypted sum is a vector of finite numbers of the right size, and return it.
 
     Raises:
         RoundFailure: if it is not a vector of finite numbers of the right size.

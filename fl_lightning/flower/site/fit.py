@@ -51,14 +51,14 @@ from fl_lightning.sparsity.masks.mask import Mask
 
 
 class Fit(NamedTuple):
-    """Arguments of the fit of a run at a site.
+    """All that a site's fit needs for one run: configuration, orders, client state, secure sums, privacy ledger.
 
     Attributes:
         configuration: configuration with the site's own options.
         queue: queue of orders and results.
         memory: client state on disk.
         sums: hidden sums of the run.
-        ledger: privacy that the clients have spent, with that of the run.
+        ledger: records the privacy that the clients have spent, in this run and others.
     """
 
     configuration: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Fit(NamedTuple):
 
     @property
     def num_rounds(self) -> int | None:
-        """Planned number of rounds; None for no end."""
+        """Planned number of rounds; None if the run has no planned end."""
         rounds = (self.configuration.get("trainer") or {}).get("max_epochs")
         return None if rounds is None or rounds < 0 else int(rounds)
 
@@ -94,7 +94,7 @@ class AtSite(Callback):
         self._applier: Callable[[Mask], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace the fit loop's batches by orders."""
+        """Prepare Lightning's fit loop, so that each of its epochs follows an order."""
         plan_rounds(trainer, self._fit.num_rounds)  # for schedules of rates, which are built next
         self._calendar: Calendar = prepare(trainer, pl_module, self.federation, self._cleanup)
 
@@ -121,7 +121,7 @@ class AtSite(Callback):
             self._follow_mask(trainer, greeting)
 
     def _first_mask(self, trainer: Trainer) -> Order | None:
-        """Follow orders to calibrate until one has a mask; apply the mask, and return this order.
+        """Answer orders to calibrate until an order brings a mask; apply the mask, and return that order.
 
         Client state on disk belongs to the mask on disk: if there is one, it is applied first.
         """
@@ -137,13 +137,13 @@ class AtSite(Callback):
         return order
 
     def _apply(self, trainer: Trainer, order: Order, mask: RunMask) -> None:
-        """Load the model of an order into the module, and apply a mask."""
+        """Load an order's model into the module, and make only the entries of a mask trainable."""
         assert self._applier is not None
         copy_model(trainer.lightning_module, order.tensors)
         self._applier(mask.mask)
 
     def _calibrate(self, trainer: Trainer, order: Order) -> None:
-        """Answer an order for sums over clients' examples."""
+        """Answer an order to calibrate: put each client's sums over its examples into the answer."""
         done = OrderResult()
         for client, num_examples, sums in self._client_sums(trainer, order):
             done.answers.append(ClientAnswer(client=client, num_examples=num_examples))
@@ -151,7 +151,7 @@ class AtSite(Callback):
         self._queue.answer(done)
 
     def _client_sums(self, trainer: Trainer, order: Order) -> Iterator[ClientSums]:
-        """Yield the sums of an order's clients with the order's model; the module does not change.
+        """Yield each client's sums over its examples, computed with the order's model; the module does not change.
 
         Raises:
             OrderRefused: if the run needs no such sums, or they may not leave.
@@ -175,7 +175,7 @@ class AtSite(Callback):
             yield from ((client, number, sums) for (client, number), sums in of_each)
 
     def _follow_mask(self, trainer: Trainer, order: Order) -> None:
-        """Apply the mask of an order, also to client state."""
+        """Switch training and client state to the mask of an order."""
         mask = mask_of(order)
         if self._applier is None or mask is None:
             raise OrderRefused(
@@ -190,13 +190,13 @@ class AtSite(Callback):
         self._queue.answer(OrderResult())
 
     def _allows(self, name: str) -> bool:
-        """Return True if a metric of this name may leave; beside noisy updates, only with `log_unprotected`."""
+        """Return True if a metric may leave the site; `log_unprotected` must be set if updates have noise."""
         private, policy = self._given.client_privacy, self._policy
         is_bare = private is None or not private.clients_add_noise or policy.log_unprotected
         return is_bare and policy.allows_metric(name)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the next order to train, and serve other orders meanwhile."""
+        """Wait for the next order to train; answer orders of other kinds meanwhile."""
         while (order := self._queue.next_order()) is not None and order.kind != "train":
             if order.kind == "evaluate":
                 self._evaluate(trainer, order)
@@ -232,18 +232,18 @@ class AtSite(Callback):
             self._queue.answer(done)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give Trainer, module and data module back as they were."""
+        """Restore Trainer, module and data module as they were before the fit."""
         self._cleanup.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give Trainer, module and data module back as they were."""
+        """Restore Trainer, module and data module as they were before the fit."""
         self._cleanup.close()
 
 
 def options_at_site(options: Options) -> Options:
-    """Return a copy of a federation's options for a site, without those of the server."""
+    """Return a copy of a federation's options for a site, without those that only the server uses."""
     own = copy.copy(options)
     own.cohort = AllClients()  # orders name the clients
     own.on_client_failure, own.min_replies = "skip", 1

@@ -59,7 +59,7 @@ class PrivacyBudget:
 
     @classmethod
     def of(cls, told: Any) -> PrivacyBudget:
-        """Read a budget: a number, which is ε, or a mapping."""
+        """Read a privacy budget as YAML gives it: a number, which is ε, or a mapping with ε, δ and period."""
         given = told if isinstance(told, dict) else {"epsilon": told}
         names = [field.name for field in fields(cls)]
         if "epsilon" not in given or not given.keys() <= set(names):
@@ -79,8 +79,8 @@ class Ledger:
     Attributes:
         file: path of the ledger; the first release creates it.
         budget: privacy budget of each client; None for no limit, and ε of all time at δ 1e-5.
-        run: id of the run that releases are of.
-        configuration: hash of its configuration.
+        run: id of the run whose updates are charged.
+        configuration: hash of the configuration of this run.
     """
 
     file: Path
@@ -90,11 +90,11 @@ class Ledger:
 
     @property
     def delta(self) -> float:
-        """The δ at which ε is computed."""
+        """The δ at which the ledger computes ε."""
         return _DELTA if self.budget is None else self.budget.delta
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the entries of all days.
+        """Return the ledger's entries of all days: how many updates of each client have left, and their privacy cost.
 
         Raises:
             Refused: if the file cannot be read, because the remaining budget is then unknown.
@@ -115,16 +115,16 @@ class Ledger:
         return entries
 
     def spent(self) -> float:
-        """Return the ε of the client that has spent most in the period."""
+        """Return the largest ε that any client has spent in the budget's period."""
         made = {frozenset(each.items()) for each in _by_client(self.of_period()).values()}
         return max((composed_epsilon(dict(each), self.delta) for each in made), default=0.0)
 
     def left(self) -> float | None:
-        """Return the ε of the budget that is left; None without a budget."""
+        """Return how much ε is left for the client that has spent most; None if the site has no budget."""
         return None if self.budget is None else max(0.0, self.budget.epsilon - self.spent())
 
     def of_period(self) -> list[dict[str, Any]]:
-        """Return the entries that count towards the budget."""
+        """Return the entries of the budget's period."""
         days = None if self.budget is None else PERIODS[self.budget.per]
         if days is None:
             return self.entries()
@@ -132,7 +132,7 @@ class Ledger:
         return [each for each in self.entries() if date.fromisoformat(each["day"]) >= first]
 
     def check(self, cost: ReleaseCost, clients: Iterable[int], turns: int | None = None) -> None:
-        """Raise if the budget of a client is too small for its updates in this run, past ones included.
+        """Raise if a client's updates in this run, past ones included, would exceed its privacy budget.
 
         Args:
             cost: privacy cost of one update.
@@ -179,7 +179,7 @@ class Ledger:
 
 
 def _by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, Counter[ReleaseCost]]:
-    """Count each client's releases by their privacy cost."""
+    """Count each client's releases (updates that have left) by their privacy cost."""
     found: dict[int, Counter[ReleaseCost]] = {}
     for entry in entries:
         cost = ReleaseCost(**entry["cost"])
@@ -190,7 +190,7 @@ def _by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, Counter[Releas
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to be written that is on the disk whole afterwards, or not at all."""
+    """Open a file for writing; when the block ends, the new content replaces the old content atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     with partial.open("wb") as opened:

@@ -47,13 +47,13 @@ class SiteMemory:
                 self.mask = RunMask(mask, self._on_disk["mask_number"])
 
     def load_into(self, memory: ClientMemory) -> None:
-        """Load the stored state into the memory of a fit that starts."""
+        """Load the clients' state from disk into the memory of a fit that starts."""
         self._memory = memory
         if self._on_disk:
             self._memory.load_state_dict(self._on_disk.pop("memory"))
 
     def begin(self, order: Order) -> None:
-        """Accept the new state of an order's clients whose updates were used; discard that of its other clients.
+        """Make the new state of an order's clients valid if the server has used their updates; else discard it.
 
         Raises:
             ConfigurationError: if the state of a client is of a later round than the server knows.
@@ -79,7 +79,7 @@ class SiteMemory:
         self._write()
 
     def check_mask(self, mask: RunMask) -> None:
-        """Raise if stored state cannot be converted to a mask, because a mask in between was missed.
+        """Raise if stored client state cannot be converted to a mask, because the site has missed a mask before it.
 
         Raises:
             ConfigurationError: with the numbers of both masks.
@@ -92,7 +92,7 @@ class SiteMemory:
         )
 
     def follow_mask(self, mask: RunMask) -> None:
-        """Store the state on disk with another mask, to which it has been converted."""
+        """Write client state to disk under a new mask, after the state was converted to it."""
         self.mask = mask
         self._write()
 
@@ -113,10 +113,10 @@ ClientSums = tuple[int, int, Mapping[str, Tensor]]
 
 
 class Calibrates(Protocol):
-    """Interface of a callback that calibrates masks."""
+    """Interface of a callback that computes sums for masks of trainable entries at a site, and applies the masks."""
 
     def mask_applier(self, trainer: Trainer) -> Callable[[Mask], None]:
         """Return a function that makes a mask's entries trainable, in a Trainer's module and optimizer."""
 
     def sums(self, trainer: Trainer, order: Order) -> Iterable[ClientSums]:
-        """Return the sums of an order's clients for a mask or a head, with the order's model."""
+        """Return each client's sums for a mask or a head, computed with the order's model."""

@@ -19,7 +19,7 @@ from fl_lightning.flower.messages import ClientAnswer, Order
 
 @dataclass(eq=False)
 class OrderResult:
-    """Result of an order, to which a round adds client by client.
+    """Result of an order at a site, filled client by client.
 
     Attributes:
         answers: answers of the clients of the order.
@@ -33,11 +33,11 @@ class OrderResult:
 
 
 class OutOfTime(SystemExit):
-    """Raised if an order takes longer than the site allows; no `Exception`, so that no client's failure hides it."""
+    """Raised if an order takes longer than the site allows; code that skips failed clients does not catch it."""
 
 
 class OrderQueue:
-    """Passes one order at a time to the Trainer, and the result back.
+    """Passes orders one at a time to a site's Trainer, and results back to the thread that answers the server.
 
     Args:
         most_minutes: most minutes for the set-up of a fit, and for an order; enforced only if the fit runs in
@@ -71,7 +71,7 @@ class OrderQueue:
         self._orders.put(None)
 
     def start_clock(self) -> None:
-        """Start the time limit: `OutOfTime` is raised in this thread if no answer comes in time."""
+        """Start an order's time limit: `OutOfTime` is raised in this thread if its answer comes too late."""
         if self._is_timed:
             signal.signal(signal.SIGALRM, self._stop)
             signal.setitimer(signal.ITIMER_REAL, 60 * self._most_minutes)
@@ -91,7 +91,7 @@ class OrderQueue:
         )
 
     def next_order(self) -> Order | None:
-        """Wait for the next order and return it; None to end the fit."""
+        """Wait for the next order and return it; None if the fit is to end."""
         order, self._waiting = self._waiting, None
         if order is None:
             order = self._orders.get()
@@ -104,7 +104,7 @@ class OrderQueue:
         return self._waiting
 
     def answer(self, done: OrderResult) -> None:
-        """Return the result of the last order; before the first one, facts about the site."""
+        """Pass the result of the last order to `ask`; a fit's first result has facts about the site."""
         self._stop_clock()
         self._done.put(done)
 

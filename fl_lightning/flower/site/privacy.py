@@ -28,12 +28,12 @@ from fl_lightning.server.server import as_aggregator
 
 
 class SitePrivacy:
-    """Adds noise to the updates of a site's clients, and charges its privacy cost.
+    """Adds differentially private noise to the updates of a site's clients, and charges its cost to the ledger.
 
     Args:
         privacy: privacy of the configuration.
         run: rounds, cohorts and seed of the configuration.
-        ledger: of the run; a cost above its budget is refused.
+        ledger: ledger for the run; a cost above its budget is refused.
         clients: clients of this site.
         secure: True to draw noise from the system's secure generator.
 
@@ -89,7 +89,7 @@ class SitePrivacy:
         self._ledger.check(self.cost, order.clients)
 
     def charge(self, clients: Iterable[int]) -> None:
-        """Charge each client for one update, before the update leaves."""
+        """Charge each client's privacy budget for one update, before the update leaves."""
         self._ledger.charge(self.cost, clients)
 
     def noisy(self, update: ClientUpdate, round_index: int) -> ClientUpdate:
@@ -102,14 +102,14 @@ class SitePrivacy:
 def hidden_at_site(
     options: Options, run: Run, num_rounds: int | None, policy: Policy, ledger: Ledger
 ) -> tuple[Protected | None, SitePrivacy | None]:
-    """Return the secure sum and the privacy of a run at a site, each None if the run has none.
+    """Return the secure or encrypted sum of a run at a site, and the noise on updates, each None if not used.
 
     Args:
         options: options of the federation, from the server.
         run: run of the site.
         num_rounds: planned number of rounds.
         policy: policy of the site.
-        ledger: privacy that the clients have spent, with that of the run.
+        ledger: records the privacy that the clients have spent, in this run and others.
 
     Raises:
         ConfigurationError: if updates cannot be hidden over a network, or the run exceeds the budget.

@@ -97,18 +97,18 @@ class SiteRounds:
         self.set_order(None)
 
     def set_order(self, order: Order | None) -> None:
-        """Set the order of the next round; None for a round without training."""
+        """Set the order that the next round of training follows; None for a round without training."""
         self.order = order
         self.done = OrderResult()
         self.vectors: dict[int, npt.NDArray[Any]] = {}
 
     @property
     def rules(self) -> dict[str, Any]:
-        """Options of the hidden sum of the current order; none without one."""
+        """Options of the secure or encrypted sum that the run uses, as plain JSON; empty if it uses none."""
         return {} if self._sums is None else rules_of(self._sums.agreed_sum)
 
     def train(self, cohort: CohortBatch) -> None:
-        """Train the clients of the current order, if any; those from Lightning's loader are ignored."""
+        """Train the clients that the server's last message names, if any. The batch of Lightning's loop is ignored."""
         if self.order is not None:
             self._train(self.order)
 
@@ -142,7 +142,7 @@ class SiteRounds:
             self.run.module.use_statistics(of_stage(SUMS, order.tensors))
 
     def follow_mask(self) -> None:
-        """Adapt the vectors that clients send and keep to the mask, if it has changed."""
+        """Convert updates and client state to the coordinates of a new mask; do nothing if the mask is the same."""
         local = self.run.local
         if not local.masks.are_new:
             return
@@ -155,7 +155,7 @@ class SiteRounds:
         self._constants_agree = False
 
     def _check_state(self, order: Order) -> None:
-        """Set which tensors are sent, and check that constants are equal to the server's."""
+        """Set which tensors clients send, and raise if frozen weights or constants differ from the server's."""
         local, options = self.run.local, order.options
         if local.state_names != options["state"]:
             local.set_state(options["state"])
@@ -171,7 +171,7 @@ class SiteRounds:
         self._packing = Packing(self._transport, local.space, local.buffers.size, num_up)
 
     def _begin(self, order: Order) -> GlobalModel:
-        """Set model, options and stages to the start of the order's round, and return the model."""
+        """Load an order's model and options, open the stages of its round, and return the model."""
         self._check_state(order)
         if self._privacy is not None:
             self._privacy.check_order(order)
@@ -192,7 +192,7 @@ class SiteRounds:
         return model
 
     def _pack(self, sent: Upload) -> None:
-        """Pass updates through the stages before `Transport`, and pack them."""
+        """Pass updates through the stages before `Transport`, then pack them, or keep them for a hidden sum."""
         pairs = (zip(u.made, u.arrived, strict=True) for u in self._ahead.up(sent))
         for made, update in chain.from_iterable(pairs):
             if self._sums is None:
@@ -233,13 +233,13 @@ class SiteRounds:
             )
 
     def _answer_failure(self, failure: ClientFailure) -> None:
-        """Answer that a client has failed; the reason stays at the site."""
+        """Put a client's failure into the answer as a category; the reason stays in the site's log."""
         log.warning("round %d, %s", self.run.round_index, failure, exc_info=failure.__cause__)
         self.done.answers.append(ClientAnswer(client=failure.client_id, failure=_category(failure)))
 
 
 def _category(failure: ClientFailure) -> str:
-    """Return the category of a failure, whose text may hold data."""
+    """Return the category of a client's failure, which is sent instead of its text, as this may hold data."""
     if failure.__cause__ is not None:
         return "memory" if isinstance(failure.__cause__, MemoryError) else "training"
     return "examples" if "no local step" in failure.reason else "not_finite"
@@ -267,7 +267,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 def _set_options(
     optimizers: Sequence[Optimizer], told: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Set the options of clients' optimizers to those of the round."""
+    """Set the options of clients' optimizers, such as learning rates, to those of an order."""
     for optimizer, groups in zip(optimizers, told, strict=True):
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             for name, value in options.items():

@@ -50,7 +50,7 @@ audit = logging.getLogger(AUDIT)
 
 
 class Site:
-    """One site of a federation.
+    """One site of a federation: reads the server's orders, lets its Trainer follow them, and answers.
 
     Args:
         policy: policy of the site.
@@ -73,7 +73,7 @@ class Site:
         self._last_sum: tuple[str, bytes] = "", b""
 
     def serve(self, fit: Callable[[Fit], None]) -> None:
-        """Run one fit after the other, in this thread, until `close`.
+        """Run the fits that orders begin, one after the other, in this thread, until `close`.
 
         Args:
             fit: sets up a Trainer and trains; it calls `OrderQueue.answer` with facts when the data are ready.
@@ -94,7 +94,7 @@ class Site:
         self._fits.put(None)
 
     def handle(self, content: bytes) -> bytes:
-        """Return the answer to an order, and add a line to the audit log."""
+        """Follow an order and return the answer, both as bytes, and add a line to the audit log."""
         began, told = time.monotonic(), {"order": digest(content)[:16], "bytes_in": len(content)}
         answer = b""
         try:
@@ -137,7 +137,7 @@ class Site:
         return content
 
     def _refusal(self, name: str, category: str, error: Exception, told: dict[str, Any]) -> bytes:
-        """Write an error to the site's logs, and return the answer, with its category and an id."""
+        """Log an error at the site, and return an answer that has only the error's category and an id."""
         failure = Failure(category)
         told["refusal"] = f"{category}: {error}"
         told["failure"] = failure.id
@@ -145,7 +145,7 @@ class Site:
         return Answer(site=self._name, order=name, failure=failure).to_bytes()
 
     def _audit(self, told: dict[str, Any]) -> None:
-        """Add a line on an order, with the spent privacy, to the audit log."""
+        """Write a line about an order, with the privacy spent so far, to the audit log."""
         try:
             epsilon = {"epsilon_spent": self._ledger.spent(), "epsilon_left": self._ledger.left()}
         except Refused:  # the ledger cannot be read: orders that need it are refused
@@ -196,7 +196,7 @@ class Site:
             )
 
     def _hello(self, order: Order) -> Mapping[str, Any]:
-        """Start the fit of a run unless it is running, adopt a new mask, and return facts about the site."""
+        """Start a run's fit unless it is running, switch to a new mask, and return facts about the site."""
         same = (self._run, self._configuration) == (order.run, order.configuration)
         if not (same and self._queue is not None):
             text = str(order.options["configuration"])
@@ -228,7 +228,7 @@ class Site:
         self._facts = self._asked(None).options
 
     def _asked(self, order: Order | None) -> OrderResult:
-        """Return the fit's result of an order; None for its facts about the site, which come first."""
+        """Pass an order to the fit and return the result; without an order, return facts about the site."""
         if self._queue is None:
             raise OrderRefused(
                 "stopped", "the run has ended at this site: the server must greet it again"
@@ -245,7 +245,7 @@ class Site:
         self._queue = None
 
     def _keep(self, order: Order, name: str, answer: bytes) -> None:
-        """Store an answer on disk, so that a restarted process can repeat it."""
+        """Store the answer to an order to train on disk, so that a restarted process can repeat it."""
         self._round, self._last = order.round, (name, answer)
         with whole_file(self._folder / order.run / "answer") as file:
             file.write(f"{order.round} {name}\n".encode() + answer)

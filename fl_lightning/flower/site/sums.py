@@ -63,7 +63,7 @@ MOST_OPENINGS = 16  # of a round's encrypted sum, which a killed server adds up 
 
 
 class SiteSums:
-    """Takes part in the hidden sums of one run.
+    """Takes part in the secure or encrypted sums of one run, on behalf of a site's clients.
 
     Args:
         folder: folder of the run at this site.
@@ -82,7 +82,7 @@ class SiteSums:
         rules: Mapping[str, Any],
         order: Order,
     ) -> None:
-        """Store vectors for the sum of a round on disk.
+        """Write to disk the vectors that this site's clients add to a round's sum.
 
         Args:
             vectors: vectors by client.
@@ -93,7 +93,7 @@ class SiteSums:
             self._kept.keep(order.round, vectors, {**rules, TRAINED_ON: trained_on(order)})
 
     def follow(self, order: Order) -> OrderResult:
-        """Return the answers of the order's clients at a stage of a sum; clients may fail.
+        """Return the clients' answers to an order for one stage of a secure or encrypted sum; some clients may fail.
 
         Raises:
             OrderRefused: if the order is of another round, of a sum without this site, or would make the
@@ -212,7 +212,7 @@ class SiteSums:
         return _of_each(order, say, {FEWEST: policy.fewest_in_secure_sum})
 
     def _sealed(self, key: SumKey, run: str, parameters: CKKSParameters) -> bytes:
-        """Return the run's encrypted key; it is created at the first call and stored on disk."""
+        """Return the run's CKKS key, encrypted; the first call makes the key and stores it on disk."""
         if self._key_file.exists():
             sealed = self._key_file.read_bytes()
             try:
@@ -247,7 +247,7 @@ class SiteSums:
 def _of_each(
     order: Order, say: Callable[[int], dict[str, Tensor]], options: Mapping[str, Any] | None = None
 ) -> OrderResult:
-    """Collect the answers of an order's clients; a client fails if ``say`` raises."""
+    """Return an answer with ``say(client)`` of each client of an order; a client fails if its call raises."""
     answers: list[ClientAnswer] = []
     tensors: dict[str, Tensor] = {}
     for client in order.clients:
@@ -263,7 +263,7 @@ def _of_each(
 
 
 class SiteVectors:
-    """Files of a site's hidden sums: the clients' vectors of a round, and the sums that they helped to open.
+    """Stores on disk a site's vectors for a round's secure or encrypted sum, and which sums it has helped to open.
 
     Args:
         folder: folder of one run at a site.
@@ -302,7 +302,7 @@ class SiteVectors:
         self.round, self.vectors, self.rules = round_index, dict(vectors), rules
 
     def begin(self, parties: Any, how: str) -> None:
-        """Record on disk the participants of the round's sum, or the site that opens it, before any answer is sent.
+        """Record on disk who takes part in a round's sum, or which site decrypts it, before any answer is sent.
 
         Raises:
             OrderRefused: if the round began with other participants or another opener.
@@ -315,7 +315,7 @@ class SiteVectors:
         self.save()
 
     def open(self, who: str, clients: Iterable[int]) -> None:
-        """Record on disk the clients of the sum that ``who`` helps to open, before any answer is sent.
+        """Record on disk whose vectors are in the sum that ``who`` helps to open, before any answer is sent.
 
         Raises:
             OrderRefused: if ``who`` has helped to open another sum of this round.
@@ -329,7 +329,7 @@ class SiteVectors:
         self.save()
 
     def count_opening(self) -> None:
-        """Count a decrypted sum of the round, before it leaves.
+        """Count how often the round's encrypted sum was decrypted, before the sum leaves.
 
         Raises:
             OrderRefused: if there were too many: their mean would have less noise than hides the key.
@@ -343,6 +343,6 @@ class SiteVectors:
         self.save()
 
     def save(self) -> None:
-        """Store the opened sums and the used rounds on disk, before a message leaves."""
+        """Write to disk which sums were opened and which rounds clients have used, before a message leaves."""
         with whole_file(self._told_file) as file:
             file.write(json.dumps(self._told | {"used": self.used}).encode())

@@ -35,7 +35,7 @@ Run = Callable[[Channel, Options, Path], None]
 
 
 def make_client_app() -> ClientApp:
-    """Return a site's app, which passes orders to the site's resident process."""
+    """Return a site's Flower app, which passes orders to the site's resident process."""
     app = ClientApp()
     app.train()(_forward)
     app.query()(_introduce)
@@ -43,7 +43,7 @@ def make_client_app() -> ClientApp:
 
 
 def make_server_app(run: Run | str, folder: Path) -> ServerApp:
-    """Return the server's app.
+    """Return the server's Flower app, which trains over a channel to the sites.
 
     Args:
         run: function that trains, given a channel, the run's options and the app's folder; or its path,
@@ -95,7 +95,7 @@ def _logged(log: str) -> Iterator[None]:
 
 
 def _forward(message: Message, context: Context) -> Message:
-    """Pass an order to the resident process, and return its answer; an empty message without one.
+    """Pass an order to the site's resident process, and return its answer; an empty message if there is none.
 
     Nothing is raised here: Flower would send the error's text to the server.
     """
@@ -108,7 +108,7 @@ def _forward(message: Message, context: Context) -> Message:
 
 
 def _introduce(message: Message, context: Context) -> Message:
-    """Answer with the site's name and the state of its resident process."""
+    """Answer a query of the server by the site's name, the state of its resident process, and versions."""
     facts: dict[str, Any] = {
         "site": str(context.node_config["site"]),
         "state": state_of(Path(str(context.node_config["socket"]))) or "not there",
@@ -152,7 +152,7 @@ clientapp = "fl_lightning_run.client_app:app"
 def write_app(
     folder: Path, run: str, options: Mapping[str, str | int | float], configuration: str = ""
 ) -> None:
-    """Write an app's folder.
+    """Write the folder of a run's Flower app: code, configuration and options.
 
     Args:
         folder: new folder.

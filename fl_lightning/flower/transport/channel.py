@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
-    """Interface of a channel to the sites.
+    """Interface by which the server sends orders to sites and receives their answers.
 
     A site works on one order at a time; a new order replaces it. Every order has one outcome: an answer, or
     None if the order is lost. A lost order may be sent again once its site is among `sites`.
@@ -39,7 +39,7 @@ class Channel(Protocol):
         """Return the names of the sites that are connected and idle."""
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        """Send an order; `receive` returns the outcome.
+        """Send an order to a site; `receive` returns the outcome: an answer, or None if the order is lost.
 
         Args:
             site: name of the site.
@@ -48,7 +48,7 @@ class Channel(Protocol):
         """
 
     def receive(self, seconds: float) -> list[tuple[str, bytes | None]]:
-        """Return outcomes of orders with their sites, after at most this many seconds."""
+        """Wait at most some seconds, and return the outcomes of orders that have come, each with its site."""
 
 
 ORDER, STATE, FAILED = b"O", b"S", b"F"
@@ -58,7 +58,7 @@ _STATE_SECONDS = 10.0
 
 
 def ask(path: Path, order: bytes, seconds: float) -> bytes | None:
-    """Send an order to a resident process, and return the answer; None without one.
+    """Send an order to a site's resident process, and return the answer; None if none comes in time.
 
     Args:
         path: path of the socket.
@@ -70,13 +70,13 @@ def ask(path: Path, order: bytes, seconds: float) -> bytes | None:
 
 
 def state_of(path: Path) -> str | None:
-    """Return the state of a resident process, ``idle`` or ``busy``; None without an answer."""
+    """Return the state of a site's resident process, ``idle`` or ``busy``; None if it does not answer."""
     kind, state = _reply(path, STATE, b"", _STATE_SECONDS)
     return state.decode(errors="replace") if kind == STATE else None
 
 
 def _reply(path: Path, kind: bytes, content: bytes, seconds: float) -> tuple[bytes, bytes]:
-    """Return the kind and content of the reply to a request; `FAILED` without one in time."""
+    """Send a request to a resident process, and return its reply's kind and content; `FAILED` if none comes in time."""
     try:
         with Client(str(path), "AF_UNIX") as connection:
             limit_silence(connection, min(seconds, SILENCE))
@@ -88,7 +88,7 @@ def _reply(path: Path, kind: bytes, content: bytes, seconds: float) -> tuple[byt
 
 
 def limit_silence(connection: Connection, seconds: float) -> None:
-    """Make reads and writes raise BlockingIOError, an OSError, if no byte passes for some seconds."""
+    """Make reads and writes of a connection raise BlockingIOError after some seconds without a byte."""
     microseconds = max(1, int(seconds * 1e6))  # 0 would be no limit
     limit = struct.pack("@ll", *divmod(microseconds, 1_000_000))
     with socket.socket(fileno=os.dup(connection.fileno())) as plain:
@@ -97,13 +97,13 @@ def limit_silence(connection: Connection, seconds: float) -> None:
 
 
 def send(to: Connection, kind: bytes, content: bytes) -> None:
-    """Send a request or a reply; two frames, so that a large content is not copied."""
+    """Send a request or a reply as two frames, kind and content, so that a large content is not copied."""
     to.send_bytes(kind)
     to.send_bytes(content)
 
 
 def receive(source: Connection) -> tuple[bytes, bytes]:
-    """Return the kind and content of a request or a reply; a content above `LARGEST` bytes is not read.
+    """Receive a request or a reply, and return its kind and content; refuse a content above `LARGEST` bytes.
 
     Raises:
         EOFError: if the other side has closed the connection.
@@ -113,7 +113,7 @@ def receive(source: Connection) -> tuple[bytes, bytes]:
 
 
 class LoopbackChannel(Channel):
-    """Channel to sites on the same machine over their sockets; each order has a thread.
+    """Channel to sites on the same machine: each order reaches the site's socket in a thread of its own.
 
     Args:
         sites: path of the socket of each site, by name.
@@ -161,7 +161,7 @@ def packed(message: bytes) -> RecordDict:
 
 
 def unpacked(content: RecordDict) -> bytes | None:
-    """Return the message that Flower has delivered; None if it is not one of `packed`."""
+    """Return the bytes of a message that `packed` has wrapped; None if the content has another form."""
     from flwr.app import ArrayRecord
 
     record = content.get(_KEY)

@@ -46,7 +46,7 @@ _FACTS = ("site", "state", "fl-lightning", "flwr")
 
 @dataclass
 class _SentOrder:
-    """The order that a site works on.
+    """An order that was sent to a site and has no answer yet.
 
     Attributes:
         id: Flower's id of the message.
@@ -60,7 +60,7 @@ class _SentOrder:
 
 
 class GridChannel(Channel):
-    """Channel to sites over Flower.
+    """Channel from the server to its sites over Flower.
 
     Args:
         grid: Flower's interface to its nodes.
@@ -124,7 +124,7 @@ class GridChannel(Channel):
         self._came.append((site, None))
 
     def _look(self) -> None:
-        """Update the present sites; query nodes whose site is unknown."""
+        """Update which sites are present; query nodes for their site, and sites that work for long for their state."""
         if time.monotonic() < self._looked + _LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -175,7 +175,7 @@ class GridChannel(Channel):
             self._note_seen(name, {key: shown(told.get(key)).strip("'") for key in _FACTS})
 
     def _count_idle(self, site: str, *, is_idle: bool) -> None:
-        """Count an order as lost if its site says twice that it is idle."""
+        """Count an order as lost if its site says twice in a row that it is idle."""
         self._pull_answers()  # its own comes ahead of that to the query
         if (sent := self._orders.get(site)) is None:
             return
@@ -236,7 +236,7 @@ def turn(channel: GridChannel, options: Mapping[str, object]) -> Iterator[None]:
 
 
 def registered_names() -> dict[int, str] | None:
-    """Return the site of each registered node; None if the environment names no file of nodes."""
+    """Return the site of each node that is registered with Flower; None if the environment names no file of nodes."""
     path = os.environ.get(NAMES_VARIABLE)
     if path is None:
         return None
@@ -245,7 +245,7 @@ def registered_names() -> dict[int, str] | None:
 
 
 def _wait_for_server(error: httpx.HTTPError) -> None:
-    """Log that Flower's server does not answer; it may come back.
+    """Log that Flower's server does not answer for now; raise if it has refused a request.
 
     Raises:
         HTTPError: if the server has refused a request.

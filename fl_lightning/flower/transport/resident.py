@@ -47,7 +47,7 @@ _LONGEST_PATH = 103
 
 
 class Resident(socketserver.ThreadingUnixStreamServer):
-    """Server at a Unix socket: passes orders to a handler, one at a time; each connection has a thread.
+    """Server at a site's Unix socket, which passes orders to a handler, one at a time.
 
     Args:
         path: path of the socket, which only its owner can open; its folder is made if it does not exist.
@@ -75,7 +75,7 @@ class Resident(socketserver.ThreadingUnixStreamServer):
         threading.Thread(target=self.serve_forever, daemon=True, name="accept").start()
 
     def close(self) -> None:
-        """Stop listening; work that has begun is not interrupted."""
+        """Stop listening at the socket; an order that has begun is not interrupted."""
         self.shutdown()
         self.server_close()
         self._path.unlink(missing_ok=True)
@@ -105,7 +105,7 @@ class Resident(socketserver.ThreadingUnixStreamServer):
                 )
 
     def _answer(self, order: bytes) -> bytes | None:
-        """Return the handler's answer to an order; None if it has failed."""
+        """Return the handler's answer to an order; None if the handler raises."""
         name, begun = hashlib.sha256(order).hexdigest()[:16], time.monotonic()
         try:
             return self._handler(order)
@@ -127,7 +127,7 @@ def check_socket_path(path: Path) -> None:
 
 
 def _make_folder(socket_path: Path) -> None:
-    """Make the folder of a socket, which nobody else may open."""
+    """Make the folder of a socket; raise if other users can open it."""
     check_socket_path(socket_path)
     folder = socket_path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def _make_folder(socket_path: Path) -> None:
 
 
 def serve(path: Path, handler: Handler, *, meanwhile: Callable[[], None] | None = None) -> None:
-    """Answer orders until SIGTERM or Ctrl-C.
+    """Answer orders at a Unix socket until SIGTERM or Ctrl-C.
 
     Args:
         path: path of the socket.
@@ -163,7 +163,7 @@ def serve(path: Path, handler: Handler, *, meanwhile: Callable[[], None] | None 
 
 @contextmanager
 def raising_at_signals() -> Iterator[None]:
-    """Raise `Interrupted` at the first SIGTERM or Ctrl-C; later ones would disturb the end."""
+    """Raise `Interrupted` at the first SIGTERM or Ctrl-C inside the block, and ignore later signals."""
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
         for one in (signal.SIGTERM, signal.SIGINT):
@@ -201,7 +201,7 @@ def log_to(file: Path) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a function as the resident process, such as one that calls `serve`.
+    """Run a function as a site's resident process, such as one that calls `serve`.
 
     Args:
         words: path of the function, ``module:function``, and its arguments.

@@ -30,7 +30,7 @@ Marked = tuple[nn.Module, Mapping[nn.Module, str]]
 
 
 def blocks_of(networks: Networks) -> CellBlocks | SizeBlocks:
-    """Return the blocks of the networks of a built-in space.
+    """Return the blocks of a built-in space's networks that are timed for latency tables.
 
     Raises:
         ConfigurationError: for a space of your own, whose blocks are unknown.
@@ -52,7 +52,7 @@ def blocks_of(networks: Networks) -> CellBlocks | SizeBlocks:
 
 @final
 class CellBlocks:
-    """Blocks of a space of cells for latency tables: the operations on edges.
+    """Blocks timed for the latency table of a cell space: the operations on edges.
 
     Args:
         space: space of cells.
@@ -72,22 +72,22 @@ class CellBlocks:
             space.network(make_edge, **shape)
 
     def kind(self, edge: tuple[int, ...], operation: int) -> str:
-        """Return the kind of an edge with a given operation."""
+        """Return a text for the kind of block that an edge is: cell, operation, channels and stride."""
         row, before, after, stride = edge
         name = self.space.operations[operation]
         return f"{self.space.rows[row].cell} {name} {before}→{after} stride {stride}"
 
     def _operations(self) -> list[int]:
-        """Indices of all operations except `none`, which takes no time."""
+        """Return the indices of all operations except `none`, which takes no time."""
         return [o for o in range(len(self.space.operations)) if o != self.space.none]
 
     def kinds(self) -> list[str]:
-        """Return all kinds of blocks, without repetitions."""
+        """Return all kinds of blocks in the space's networks, each once."""
         pairs = product(self.edges, self._operations())
         return sorted({self.kind(edge, operation) for edge, operation in pairs})
 
     def of(self, architecture: Architecture) -> list[str]:
-        """Return the kind of every block of an architecture, with repetitions."""
+        """Return the kinds of an architecture's blocks, one entry per block."""
         chosen = self.space.operations_of(architecture)
         return [
             self.kind(edge, chosen[edge[0]])
@@ -97,7 +97,7 @@ class CellBlocks:
         ]
 
     def table(self, milliseconds: Mapping[str, float]) -> Tensor:
-        """Return the total milliseconds of every operation on every row, shape (num_rows, num_operations)."""
+        """Return each operation's total milliseconds on each edge, shape (num_rows, num_operations)."""
         table = torch.zeros(self.space.num_rows, len(self.space.operations), dtype=torch.float64)
         for edge, count in self.edges.items():
             for operation in self._operations():
@@ -105,7 +105,7 @@ class CellBlocks:
         return table
 
     def networks(self) -> Iterator[Marked]:
-        """Yield a few networks that together contain every kind of block."""
+        """Yield a few networks that together contain every kind of block, with the kinds of their blocks."""
         # one network per operation: over all of them every edge has every operation once
         for shift in range(len(self._operations())):
             kinds: dict[nn.Module, str] = {}
@@ -119,7 +119,7 @@ class CellBlocks:
         candidates: Sequence[Candidate],
         *sizes: int,
     ) -> nn.Module:
-        """Return an edge with the operation of a row in the network of a shift, and record its kind."""
+        """Build an edge of the network number `shift`, and record its kind of block."""
         operations = self._operations()
         operation = operations[(row + shift) % len(operations)]
         edge = candidates[operation](*sizes)
@@ -129,22 +129,22 @@ class CellBlocks:
 
 @final
 class SizeBlocks:
-    """Blocks of a space of sizes for latency tables: the repeated blocks of stages.
+    """Blocks timed for the latency table of a space of sizes: the repeated blocks of its stages.
 
     Args:
         space: space of sizes.
-        every: its networks in one shape.
+        every: networks of the space, for one image size and number of classes.
     """
 
     def __init__(self, space: StagedSpace, every: Networks) -> None:
         self.space, self._build = space, every.build
 
     def kinds(self) -> list[str]:
-        """Return all kinds of blocks, without repetitions."""
+        """Return all kinds of blocks in the space's networks, each once."""
         return sorted({kind for one in self._covering() for kind in self.of(one)})
 
     def of(self, architecture: Architecture) -> list[str]:
-        """Return the kind of every block of an architecture, with repetitions."""
+        """Return the kinds of an architecture's blocks, one entry per block."""
         pieces = self.space.pieces_of(architecture).values()
         every = (one for piece in pieces for one in (piece if isinstance(piece, list) else [piece]))
         stages = (one for one in every if isinstance(one, RepeatedBlocks))
@@ -155,7 +155,7 @@ class SizeBlocks:
         ]
 
     def networks(self) -> Iterator[Marked]:
-        """Yield a few networks that together contain every kind of block."""
+        """Yield a few networks that together contain every kind of block, with the kinds of their blocks."""
         for architecture in self._covering():
             network = self._build(architecture)
             stages = [module for module in network.modules() if isinstance(module, Repeat)]
@@ -163,7 +163,7 @@ class SizeBlocks:
             yield network, dict(zip(blocks, self.of(architecture), strict=True))
 
     def _covering(self) -> list[Architecture]:
-        """Return deep networks that together contain every kind of block.
+        """Return a few architectures of largest depth that together contain every kind of block.
 
         All blocks of a network have the same sizes. Sizes of whole stages differ between odd and even stages,
         so that every pair of them meets at every stage.

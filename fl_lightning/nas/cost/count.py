@@ -38,7 +38,7 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a module for one example.
+    """Cost of a module for one example: multiply-adds, parameters and activations.
 
     Attributes:
         flops: number of multiply-adds.
@@ -59,12 +59,12 @@ class Cost:
 
 
 def count(module: nn.Module, *inputs: Any) -> Cost:
-    """Return the cost of a module for given inputs; a batch of one gives the cost per example.
+    """Count a module's cost on given inputs; a batch of one gives the cost per example.
 
     The module runs once, in evaluation mode without gradients, and does not change.
 
     Args:
-        module: the module.
+        module: module to count.
         inputs: inputs of the module's `forward`, on its device; on ``meta`` nothing is computed. For
             batches of several examples biases inside `nn.MultiheadAttention` may not be counted.
 
@@ -102,7 +102,7 @@ def _convolution(
 
 
 def _product_and_bias(bias: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-    """Return twice the multiply-adds of a product (…, n, k) by (…, k, m), and the additions of a bias."""
+    """Return twice the multiply-adds of a product (…, n, k) by (…, k, m), plus twice the additions of its bias."""
     product = 2 * math.prod(left) * right[-1]
     added = 2 * math.prod(left[:-1]) * right[-1]
     return int(product + added)
@@ -118,7 +118,7 @@ _COUNTS = {
 
 
 class _ContiguousLinear(TorchFunctionMode):
-    """Mode in which linear layers get contiguous inputs; with others PyTorch adds the bias uncounted."""
+    """Function mode that makes inputs of linear layers contiguous; otherwise PyTorch adds the bias uncounted."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -140,7 +140,7 @@ def _unfused_attention() -> Iterator[None]:
 
 @contextmanager
 def _outputs() -> Iterator[list[int]]:
-    """Context that collects the sizes of the outputs of layers, i.e. of modules that call no other module.
+    """Return a context that collects output sizes of layers, i.e. of modules that call no other module.
 
     An output that shares memory with an input (an identity, a view) is not counted. A module with
     children that it does not call, such as attention, is a layer if it has parameters.
@@ -183,7 +183,7 @@ Piece = tuple[Callable[..., nn.Module], *tuple[Any, ...]]
 
 
 def chain_cost(pieces: Iterable[Piece], shape: Sequence[int]) -> Cost:
-    """Return the cost of modules that run one after the other; counts of equal modules are cached.
+    """Return the total cost of modules that run in sequence; equal modules are counted once and cached.
 
     Args:
         pieces: constructor of each module with hashable arguments.
@@ -200,7 +200,7 @@ def chain_cost(pieces: Iterable[Piece], shape: Sequence[int]) -> Cost:
 def _piece_cost(
     make: Callable[..., nn.Module], arguments: tuple[Any, ...], shape: tuple[int, ...]
 ) -> tuple[Cost, tuple[int, ...]]:
-    """Return the cost of a module, and the shape of its output for one example."""
+    """Return a module's cost and its output's shape, both for one example."""
     with torch.device("meta"):
         cost, output = _counted(make(*arguments), torch.empty(1, *shape))
     return cost, tuple(output.shape[1:])

@@ -35,7 +35,7 @@ VERSION = 2  # 1 described spaces of sizes by other settings
 
 @dataclass(frozen=True)
 class Where:
-    """Device and software on which a latency was measured.
+    """Device and software on which latencies were measured.
 
     Attributes:
         device: name of the device.
@@ -58,7 +58,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Error of predicted latencies on held-out networks.
+    """Accuracy of a latency table: its error and rank correlation on held-out networks.
 
     Attributes:
         networks: number of held-out networks.
@@ -79,10 +79,10 @@ class Accuracy:
 
 @dataclass(frozen=True, eq=False)
 class LatencyTable:
-    """Latencies of the networks of one space in one shape, on one device.
+    """Latency predictor for the networks of one search space on one device: a time per kind of block.
 
     Attributes:
-        networks: the networks.
+        networks: search space of the networks, with image size and number of classes.
         where: device and software of the measurement.
         blocks: milliseconds of every kind of block.
         rest: milliseconds of the layers outside of blocks.
@@ -104,7 +104,7 @@ class LatencyTable:
         return blocks_of(self.networks)
 
     def uncalibrated(self, architecture: Architecture) -> float:
-        """Return the milliseconds of a network before calibration: the sum of its blocks and the rest."""
+        """Return a network's milliseconds before calibration: the sum of its blocks' times and the rest."""
         return self.rest + sum(self.blocks[kind] for kind in self._blocks.of(architecture))
 
     def milliseconds(self, architecture: Architecture) -> float:
@@ -122,21 +122,21 @@ class LatencyTable:
 
     @property
     def rows(self) -> RowCosts:
-        """Milliseconds of the networks of a space of cells, as a sum over rows.
+        """Milliseconds of a cell space's networks as a cost table: a fixed part plus a term per edge and operation.
 
         Raises:
             ConfigurationError: if the space is not made of cells.
         """
         if not isinstance(self._blocks, CellBlocks):
             raise ConfigurationError(
-                f"the latency file is of {self.networks.space.name}, which has no operations on edges: give one of a "
-                "space of cells"
+                f"the latency file was measured for {self.networks.space.name}, which has no cells: give a file of a space "
+                "with cells, such as DARTS"
             )
         of_rows = self.scale * self._blocks.table(self.blocks)
         return RowCosts(self.scale * self.rest + self.shift, of_rows)
 
     def check(self, networks: Networks) -> None:
-        """Raise ConfigurationError if the table is not of these networks."""
+        """Raise ConfigurationError if the table was measured on other networks than these."""
         measured, wanted = (
             {"space": description(one.space), "networks": {"side": one.side, **one.shape}}
             for one in (self.networks, networks)
@@ -144,7 +144,7 @@ class LatencyTable:
         found = differences(measured, wanted, measured)
         if found:
             raise ConfigurationError(
-                f"the latency file was measured on other networks: {found[0]}. Measure these with fl-lightning latency"
+                f"the latency file was measured for other architectures: {found[0]}. Measure these by fl-lightning latency"
             )
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ class LatencyTable:
 
     @classmethod
     def read(cls, path: str | Path) -> LatencyTable:
-        """Read a file that `write` wrote.
+        """Read a latency table from a JSON file that `write` wrote.
 
         Raises:
             ConfigurationError: if the file is missing, damaged, or of another format or version.
@@ -201,7 +201,7 @@ class LatencyTable:
         return table
 
     def _check_numbers(self, path: str | Path) -> None:
-        """Raise ConfigurationError for numbers that are not finite, or below what is possible."""
+        """Raise ConfigurationError if a number of the table is not finite, or impossible (a negative block time)."""
         numbers = {**self.blocks, "rest": self.rest, "scale": self.scale, "shift": self.shift}
         for name, number in numbers.items():
             least = -math.inf if name in ("rest", "shift") else 0
@@ -231,7 +231,7 @@ class LatencyTable:
 
 
 def latency_of_search(measure: str, networks: Networks) -> LatencyTable | None:
-    """Return the latency table that a penalty uses; None if it uses a counted cost.
+    """Return the latency table for the search's penalty; None if the penalty uses a counted cost such as FLOPs.
 
     Args:
         measure: name of a counted cost, or path of a latency file.

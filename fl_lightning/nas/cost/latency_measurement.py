@@ -30,7 +30,7 @@ from fl_lightning.nas.spaces.space import Architecture, Networks, SearchSpace
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """Numbers of forward passes of a measurement.
+    """Numbers of forward passes in a latency measurement.
 
     Attributes:
         warmup: number of passes per network before the first timed one.
@@ -45,7 +45,7 @@ class TimingPlan:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the product name of a device."""
+    """Return a device's product name, e.g. that of the GPU or CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
@@ -63,7 +63,7 @@ def timed(
     pace: TimingPlan,
     say: Callable[[str], None],
 ) -> tuple[dict[str, float], list[float]]:
-    """Return the milliseconds of every kind of block, and those of every network outside of its blocks.
+    """Time networks: return milliseconds by kind of block, and each network's milliseconds outside its blocks.
 
     Args:
         networks: networks in evaluation mode, on the device of the images.
@@ -111,7 +111,7 @@ def _wait(device: torch.device) -> None:
 def _pass(
     network: nn.Module, blocks: Iterable[nn.Module], image: Tensor
 ) -> tuple[dict[nn.Module, float], float]:
-    """Return the milliseconds of every block, which runs once, and of the whole forward pass."""
+    """Time one forward pass: return milliseconds of each block (each runs once), and of the whole pass."""
     device, begun = image.device, {}
     stamps: list[tuple[nn.Module, Any, Any]] = []
 
@@ -146,7 +146,7 @@ def measure_latency(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> LatencyTable:
-    """Measure the latency table of a space on a device.
+    """Measure the latency table of a search space on a device.
 
     Args:
         networks: networks of a built-in space.
@@ -190,7 +190,7 @@ def measure_latency(
 
 
 def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list[Architecture]:
-    """Draw `count` different architectures; raises ConfigurationError if the space has fewer."""
+    """Draw `count` different random architectures; raise ConfigurationError if the space has fewer."""
     if space.size < count:
         raise ConfigurationError(
             f"latency: {space.name} has {space.size} networks, fewer than the {count} for calibration and error: "
@@ -203,7 +203,7 @@ def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list
 
 
 def fit_affine(sums: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
-    """Return a and b with the smallest sum of squares of ((a · sum + b) - measured) / measured.
+    """Fit measured ≈ a · sum + b by least squares of relative errors, and return a and b.
 
     If the best a is not above 0, the sums predict nothing: then a is the ratio of the medians, and b is 0.
 
@@ -221,7 +221,7 @@ def fit_affine(sums: Sequence[float], measured: Sequence[float]) -> tuple[float,
 
 
 def accuracy_of(predicted: Sequence[float], measured: Sequence[float]) -> Accuracy:
-    """Return error and rank correlation of predicted latencies.
+    """Return the relative error and rank correlation of predicted latencies.
 
     Example:
         >>> accuracy_of([1.0, 3.0, 3.0], [1.0, 2.0, 4.0]).mape

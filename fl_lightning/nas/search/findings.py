@@ -30,11 +30,11 @@ _AXES = {"flops": "multiply-adds", "params": "parameters", "latency_ms": "latenc
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of a search, and the axes of its Pareto front.
+    """Result of an architecture search, with the names of score and cost for its Pareto front.
 
     Attributes:
         result: result of the search.
-        measure: name of the cost of the Pareto front.
+        measure: name of the cost on the Pareto front's axis.
         score: name of the score.
     """
 
@@ -44,11 +44,11 @@ class Findings:
 
     @property
     def best(self) -> Evaluated:
-        """Architecture with the highest score; the cheapest of equal ones."""
+        """Architecture with the highest score; the cheapest if several are equal."""
         return [self.result.best, *self.result.front(self.measure)][-1]
 
     def write_evaluated(self, path: Path) -> None:
-        """Write all scored architectures to a CSV file; a missing folder is made."""
+        """Write all scored architectures, with scores and costs, to a CSV file; create its folder if missing."""
         evaluated = self.result.evaluated
         measures = list(evaluated[0].costs)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class Findings:
                 rows.writerow([one.architecture, one.score, *(one.costs[m] for m in measures)])
 
     def write_page(self, folder: Path, configuration: str) -> None:
-        """Write ``report.html``, ``front.png`` and ``front.svg``.
+        """Write the search's report to ``report.html``, and its Pareto front to ``front.png`` and ``front.svg``.
 
         Args:
             folder: folder of the search.
@@ -81,7 +81,7 @@ class Findings:
         page.write(folder / "report.html")
 
     def front(self) -> Panel:
-        """Return a panel of all scored networks, the Pareto front, and the bounds on its cost.
+        """Return a chart panel: all scored networks, the Pareto front, and constraints on the cost.
 
         Networks with score -∞ are left out. Tooltips have the architectures.
         """
@@ -102,7 +102,7 @@ class Findings:
         )
 
     def front_rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and rows of a table of the Pareto front, cheapest first."""
+        """Return the header and rows of a table of the Pareto front, cheapest architecture first."""
         costs = self.result.evaluated[0].costs
         measures = [name for name in costs if name != "activations"]
         shows_score = self.score not in measures  # else it is one of the costs
@@ -113,7 +113,7 @@ class Findings:
         return [*[self.score] * shows_score, *measures], rows
 
     def export(self, path: Path, configuration: Mapping[str, Any], notes: Sequence[str]) -> str:
-        """Write the configuration that trains the best architecture, and return the text of the file.
+        """Write a YAML configuration that trains the best architecture, and return its text.
 
         Args:
             path: path of the YAML file.
@@ -141,7 +141,7 @@ class Findings:
 def write_sweep(
     path: Path, space: SearchSpace, configure: Callable[[Architecture], dict[str, Any]], seed: int
 ) -> None:
-    """Write a file for ``fl-lightning sweep`` whose trials train networks of a space from scratch.
+    """Write a ``fl-lightning sweep`` file whose trials train architectures of a space from scratch.
 
     Every decision is an option of the sweep. Hyperband (successive halving) stops trials early.
 

@@ -60,7 +60,7 @@ _CONSTRAINT = re.compile(r"\s*(\w+)\s*(<=|>=)\s*(\S+)\s*")
 
 @dataclass(frozen=True)
 class Constraint:
-    """A bound on one cost.
+    """Upper or lower bound on one cost of an architecture, such as ``flops<=4e7``.
 
     Attributes:
         measure: name of the cost.
@@ -79,7 +79,7 @@ class Constraint:
 
     @classmethod
     def parse(cls, text: str, measures: Sequence[str]) -> Constraint:
-        """Parse a constraint.
+        """Parse a cost constraint such as ``flops<=4e7``.
 
         Args:
             text: name of the cost, ``<=`` or ``>=``, bound.
@@ -104,7 +104,7 @@ class Constraint:
         return cls(measure, bound, sign == "<=")
 
     def excess(self, costs: Mapping[str, float]) -> float:
-        """Return the relative distance of a cost from the bound; 0 if the constraint is met."""
+        """Return how far the cost is beyond the bound, as a fraction of the bound; 0 if the constraint is met."""
         beyond = costs[self.measure] - self.bound
         return max(0.0, beyond if self.is_upper else -beyond) / self.bound
 
@@ -113,7 +113,7 @@ class Constraint:
 
 
 def shown(value: float) -> str:
-    """Return a cost as text, with commas between thousands.
+    """Format a cost as text, with commas between thousands.
 
     Example:
         >>> shown(15647370), shown(3.14159)
@@ -124,7 +124,7 @@ def shown(value: float) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Space, score, costs and constraints of a search.
+    """Definition of an architecture search: search space, score to maximise, costs and constraints.
 
     Attributes:
         space: space of the architectures.
@@ -140,11 +140,11 @@ class Problem:
 
     @cached_property
     def costs(self) -> Costs:
-        """Cached `cost`."""
+        """Function that returns an architecture's costs by name: `cost`, with cached results."""
         return cache(self.cost)
 
     def excess(self, architecture: Architecture) -> float:
-        """Return the excess of an architecture, summed over the constraints; 0 if all are met."""
+        """Return how far an architecture violates the constraints, summed over them; 0 if all are met."""
         if not self.constraints:
             return 0.0
         costs = self.costs(architecture)
@@ -155,7 +155,7 @@ class Problem:
         return self.excess(architecture) == 0
 
     def check(self) -> None:
-        """Raise ConfigurationError if no architecture is found that meets the constraints."""
+        """Raise ConfigurationError if descent over decisions finds no architecture within the constraints."""
         closest = best_by_steps(self.space, self.excess)
         if not self.is_met(closest):
             costs = ", ".join(
@@ -169,7 +169,7 @@ class Problem:
 
 
 class SearchResult:
-    """Scored architectures of a search so far.
+    """Architectures that a search has scored so far, at most `budget`.
 
     Args:
         problem: problem of the search.
@@ -187,15 +187,15 @@ class SearchResult:
 
     @property
     def left(self) -> int:
-        """Number of architectures that can still be scored."""
+        """Number of architectures that the budget still allows to score."""
         return self.budget - len(self._done)
 
     def knows(self, architecture: Architecture) -> bool:
-        """True if the architecture was scored before."""
+        """True if the search has already scored this architecture."""
         return architecture.choices in self._done
 
     def of(self, architecture: Architecture) -> Evaluated:
-        """Return the score and costs of an architecture, which is scored if it is new.
+        """Return an architecture with its score and costs; score it first if it is new.
 
         Args:
             architecture: architecture that meets the constraints; known if `left` is 0.
@@ -221,11 +221,11 @@ class SearchResult:
 
     @property
     def best(self) -> Evaluated:
-        """Architecture with the highest score; the first of equal ones."""
+        """Architecture with the highest score; the first scored if several are equal."""
         return max(self.evaluated, key=lambda one: one.score)
 
     def front(self, measure: str) -> list[Evaluated]:
-        """Return the Pareto front of the score and one cost, cheapest first."""
+        """Return the architectures on the Pareto front of the score and one cost, cheapest first."""
         costs = [one.costs[measure] for one in self.evaluated]
         scores = [one.score for one in self.evaluated]
         useful = [number for number, score in enumerate(scores) if score > -math.inf]
@@ -239,7 +239,7 @@ Excess = Callable[[Architecture], float]
 
 
 def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> Architecture:
-    """Return a local minimum of a loss over architectures: no change of a single decision lowers it.
+    """Return an architecture of locally minimal loss: changing any single decision does not lower the loss.
 
     The minimum is global if the loss is a sum over decisions, as most costs are.
     """
@@ -251,7 +251,7 @@ def best_by_steps(space: SearchSpace, loss: Callable[[Architecture], float]) -> 
 
 
 def draw(space: SearchSpace, excess: Excess, generator: torch.Generator) -> Architecture | None:
-    """Return a random architecture without excess, or None if this attempt found none."""
+    """Draw a random architecture that meets the constraints; None if this attempt found none."""
     drawn = space.sample(generator)
     for _ in range(UNIFORM_DRAWS):
         if excess(drawn) == 0:
@@ -265,7 +265,7 @@ def draw(space: SearchSpace, excess: Excess, generator: torch.Generator) -> Arch
 def mutated(
     architecture: Architecture, probability: float, generator: torch.Generator
 ) -> Architecture:
-    """Return a mutated architecture: each choice is redrawn with a probability.
+    """Return a mutated copy of an architecture: each choice is redrawn with a given probability.
 
     Args:
         architecture: architecture to mutate.
@@ -280,7 +280,7 @@ def mutated(
 
 
 def with_one_change(architecture: Architecture, generator: torch.Generator) -> Architecture:
-    """Return an architecture that differs in one randomly drawn choice that has an effect."""
+    """Return a copy of an architecture with one choice changed, at random among choices that have an effect."""
     space, choices = architecture.space, awake(architecture, generator)
     pairs = zip(space.decisions, space.active(architecture.choices), strict=True)
     open_ = [index for index, (one, active) in enumerate(pairs) if active and len(one.options) > 1]
@@ -293,14 +293,14 @@ def with_one_change(architecture: Architecture, generator: torch.Generator) -> A
 
 
 def crossed(first: Architecture, second: Architecture, generator: torch.Generator) -> Architecture:
-    """Return a uniform crossover of two architectures: each choice comes from one of them."""
+    """Return a uniform crossover of two architectures: each choice comes from either parent at random."""
     pairs = list(zip(awake(first, generator), awake(second, generator), strict=True))
     sides = torch.randint(2, (len(pairs),), generator=generator).tolist()
     return first.space.architecture([pair[side] for pair, side in zip(pairs, sides, strict=True)])
 
 
 def awake(architecture: Architecture, generator: torch.Generator) -> list[int]:
-    """Return the choices of an architecture, of which those without effect are redrawn at random.
+    """Return an architecture's choices, with random values for choices that have no effect.
 
     Choices in blocks beyond the depth of a stage have no effect and are 0. A mutation that makes the stage
     deeper would otherwise always add the smallest block.
@@ -318,7 +318,7 @@ def _descended(
     order: Sequence[int],
     enough: float = -math.inf,
 ) -> Architecture:
-    """Change one decision after another to its best option, until none lowers the loss, or it is `enough`."""
+    """Lower a loss by changing one decision at a time, until no change helps or the loss is at most `enough`."""
     best, lowest = start, loss(start)
     space, moved = start.space, True
     while moved and lowest > enough:

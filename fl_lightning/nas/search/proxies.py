@@ -51,7 +51,7 @@ _K = 1e-5
 
 
 def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the logarithm of a network's synaptic flow; only the shape of the images matters.
+    """Return the log of a network's synaptic flow (SynFlow score); images matter only by their shape.
 
     Example:
         >>> network = nn.Linear(2, 1, bias=False)
@@ -69,7 +69,7 @@ def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return Σ |θ · ∂L/∂θ|: how much the loss changes, in first order, if weights are removed one by one.
+    """Return the SNIP score Σ |θ · ∂L/∂θ|: changes of the loss, in first order, as weights are removed one by one.
 
     Raises:
         ConfigurationError: for a batch of one image, if a batch norm needs several.
@@ -78,7 +78,7 @@ def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the sum of the gradient norms of the layers; arguments and errors as for `snip`.
+    """Return the norm of the loss's gradient, summed over layers; arguments and errors as for `snip`.
 
     Example:
         >>> network = nn.Linear(1, 2, bias=False)
@@ -92,18 +92,18 @@ def grad_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def l2_norm(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the sum of the layers' weight norms; images and labels are ignored."""
+    """Return the L2 norm of the weights, summed over layers; images and labels are ignored."""
     return sum(float(weight.detach().double().norm()) for weight in _weights(network))
 
 
 def plain(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return Σ θ · ∂L/∂θ; arguments and errors as for `snip`."""
+    """Return Σ θ · ∂L/∂θ, like `snip` without absolute values; arguments and errors as for `snip`."""
     pairs = _weights_and_gradients(*_loss("plain", network, images, labels))
     return sum(float((weight * gradient).double().sum()) for weight, gradient in pairs)
 
 
 def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return -Σ θ · H g: half the change of ‖∂L/∂θ‖², in first order, if weights are removed one by one.
+    """Return the GraSP score -Σ θ · H g: first-order changes of ‖∂L/∂θ‖² / 2 as weights are removed one by one.
 
     Raises:
         ConfigurationError: as for `snip`, and if a layer has no second derivative.
@@ -124,7 +124,7 @@ def grasp(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def fisher(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the summed Fisher information of the output channels of layers; errors as for `snip`."""
+    """Return the Fisher score: Fisher information of output channels, summed over layers; errors as for `snip`."""
     outputs: list[Tensor] = []
     channels: list[int] = []  # dimension of the channels in each output; the last one of tokens
 
@@ -153,7 +153,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 def _loss(
     name: str, network: nn.Module, images: Tensor, labels: Tensor
 ) -> tuple[nn.Module, Tensor]:
-    """Return a copy of a network in training mode, and its loss on a batch."""
+    """Copy a network in training mode, and return the copy with its loss on a batch."""
     copied = copy.deepcopy(network).train()
     try:
         logits = copied(images)
@@ -168,7 +168,7 @@ def _weights(network: nn.Module) -> list[Tensor]:
 
 
 def _weights_and_gradients(network: nn.Module, loss: Tensor) -> Pairs:
-    """Return the weights of convolutions and linear layers, with their gradients, without unused weights."""
+    """Return each convolution's and linear layer's weight with its gradient; omit weights the loss does not use."""
     weights = _weights(network)
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     pairs = zip(weights, gradients, strict=True)
@@ -180,7 +180,7 @@ def _saliency(pairs: Pairs) -> float:
 
 
 def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the NASWOT score: log-determinant of the similarity of the activation patterns of examples.
+    """Return the NASWOT score: log-determinant of similarities between the examples' activation patterns.
 
     Activations must be modules of the network; labels are ignored.
 
@@ -208,7 +208,7 @@ def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the Jacobian covariance score, higher for less correlated input gradients; labels are ignored.
+    """Return the Jacobian covariance score, higher if examples' input gradients correlate less; ignores labels.
 
     Raises:
         ConfigurationError: for a batch of one.
@@ -222,7 +222,7 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def epe(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the score of EPE-NAS, higher for less correlated input gradients of the examples of a class.
+    """Return the EPE-NAS score, higher if input gradients correlate less between examples of the same class.
 
     Raises:
         ConfigurationError: for a batch of one.
@@ -241,7 +241,7 @@ def epe(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def _correlations(network: nn.Module, images: Tensor) -> Tensor | None:
-    """Return the correlations of the input gradients of examples, (B, B) in float64; None without a gradient."""
+    """Return correlations between examples' input gradients, (B, B) in float64; None if there is no gradient."""
     inputs = images.detach().clone().requires_grad_()
     outputs = copy.deepcopy(network).train()(inputs).sum()
     if not outputs.requires_grad:
@@ -254,7 +254,7 @@ def _correlations(network: nn.Module, images: Tensor) -> Tensor | None:
 
 
 def zen(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the Zen-score: how far noise moves the features; only the shape of the images matters.
+    """Return the Zen-score: how far input noise moves the features; images matter only by their shape.
 
     Raises:
         ConfigurationError: for a batch of one.

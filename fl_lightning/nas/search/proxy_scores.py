@@ -46,7 +46,7 @@ _POWERS = {"synflow": 0, "l2_norm": 0, "zen": 0, "plain": 1, "fisher": 3}
 @final
 @dataclass(frozen=True, eq=False)
 class ProxyScore:
-    """Score of an architecture: a proxy of an untrained network.
+    """Training-free score of an architecture: a zero-cost proxy (e.g. SynFlow) of its network with random weights.
 
     Every network is initialised with the same seed, and sees the same batch.
 
@@ -84,7 +84,7 @@ class ProxyScore:
 
 @final
 class MeanRank:
-    """Mean rank of an architecture among random architectures, over several scores.
+    """Combined score: rank of an architecture among random architectures, averaged over several scores.
 
     Args:
         scores: scores of architectures.
@@ -124,14 +124,14 @@ class MeanRank:
 
 @contextmanager
 def _fresh_weights(seed: int) -> Iterator[None]:
-    """Context in which new layers, which draw from PyTorch's global generator, have weights of a seed."""
+    """Return a context in which new layers get initial weights from a seed."""
     with preserve_global_generators():
         seed_global_generators(derive_seed(seed, "proxy weights"))
         yield
 
 
 def noise_batch(batch_size: int, networks: Networks, seed: int) -> Batch:
-    """Return images of Gaussian noise with random labels, for proxies without data.
+    """Return images of Gaussian noise with random labels, for proxies that are computed without data.
 
     Args:
         batch_size: number of images.
@@ -146,7 +146,7 @@ def noise_batch(batch_size: int, networks: Networks, seed: int) -> Batch:
 def folder_batches(
     folders: Sequence[str | Path], batch_size: int, networks: Networks, seed: int
 ) -> list[Batch]:
-    """Return a batch of random images and labels of each folder.
+    """Return, for each folder, one batch of randomly chosen images with their labels.
 
     The pixels of a batch have mean 0 and standard deviation 1.
 
@@ -196,7 +196,7 @@ def folder_batches(
 @final
 @dataclass(frozen=True)
 class ZeroCostStart:
-    """Initial α without training: how much a proxy of the mixture falls if an operation is left out.
+    """Initial α without training: how far a zero-cost proxy of the mixture falls if an operation is left out.
 
         s[r, o] = -S(mixture of equal weights without operation o on row r)
         α₀[r] = scale · (s[r] - mean s[r]) / std s[r]
@@ -224,7 +224,7 @@ class ZeroCostStart:
         check_range("alpha_start: scale", self.scale, "above 0 and finite")
 
     def alpha(self, networks: Networks, edge: MakeEdge, seed: int) -> Tensor:
-        """Return the initial α, shape (num_rows, num_operations).
+        """Compute the initial α, shape (num_rows, num_operations).
 
         It is 0 for operations that a row lacks, and for rows whose operations have equal scores.
 

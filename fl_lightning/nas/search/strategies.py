@@ -63,7 +63,7 @@ MOST_IN_VAIN = 300
 
 
 class Strategy:
-    """Base of the search strategies; the result is a function of problem, budget and seed.
+    """Base of the search strategies; problem, budget and seed determine the result.
 
     Attributes:
         stream: name of the stream of random numbers.
@@ -96,7 +96,7 @@ class Strategy:
         return done
 
     def propose(self, done: SearchResult, generator: torch.Generator) -> Architecture | None:
-        """Return the architecture to score next, or None for a random one (the default).
+        """Propose the architecture to score next; None (the default) for a random one.
 
         Args:
             done: problem, and architectures scored so far.
@@ -106,7 +106,7 @@ class Strategy:
 
 
 def new(propose: Callable[[], Architecture | None], done: SearchResult) -> Architecture | None:
-    """Return the first proposal that meets the constraints and is new; None after 300 that do not.
+    """Return the first proposal that is new and meets the constraints; None after 300 failed proposals.
 
     Args:
         propose: returns an architecture, or None if the attempt found none.
@@ -124,7 +124,7 @@ def new(propose: Callable[[], Architecture | None], done: SearchResult) -> Archi
 @final
 @dataclass(frozen=True)
 class RandomSearch(Strategy):
-    """Random search: scores different architectures, drawn uniformly unless constraints are tight.
+    """Random search: scores different random architectures, uniform unless constraints are tight.
 
     Example:
         >>> from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
@@ -138,11 +138,11 @@ class RandomSearch(Strategy):
 @final
 @dataclass(frozen=True)
 class RegularizedEvolution(Strategy):
-    """Regularized evolution: mutates the best of a random sample of recent architectures.
+    """Regularized evolution: mutates the best of a random sample of the latest architectures.
 
     Attributes:
         population: number P of the latest architectures that may be parents, at least 2.
-        tournament: number S of them that are drawn, of which the best is the parent, from 1 to P.
+        tournament: number S of possible parents that are drawn, from 1 to P; the best of them is the parent.
     """
 
     stream: ClassVar[str] = "regularized evolution"
@@ -168,7 +168,7 @@ class RegularizedEvolution(Strategy):
 @final
 @dataclass(frozen=True)
 class Evolution(Strategy):
-    """Evolution of Once-for-All: mutates and crosses the best architectures.
+    """Evolution as in Once-for-All: mutates and crosses the best architectures so far.
 
     Attributes:
         population: size of a generation, at least 4.
@@ -219,7 +219,7 @@ class Evolution(Strategy):
 @final
 @dataclass(frozen=True)
 class PredictorSearch(Strategy):
-    """Scores the architecture for which a random forest predicts the highest score.
+    """Search with a predictor: scores the architecture to which a random forest gives the highest prediction.
 
     Attributes:
         first: number of random architectures before the first prediction, at least 2.
@@ -262,7 +262,7 @@ class PredictorSearch(Strategy):
 
 
 def _forest(scored: Sequence[Evaluated], generator: torch.Generator) -> Any:
-    """Return a random forest fitted to scores; -∞ counts as the lowest finite score."""
+    """Fit a random forest that predicts scores; a score of -∞ counts as the lowest finite score."""
     from sklearn.ensemble import RandomForestRegressor  # slow to import, and few need it
 
     scores = np.array([one.score for one in scored])
@@ -274,7 +274,7 @@ def _forest(scored: Sequence[Evaluated], generator: torch.Generator) -> Any:
 
 
 def _features(architectures: Sequence[Architecture]) -> npt.NDArray[np.int64]:
-    """Encode architectures as rows of numbers: sizes by index, -1 if without effect; operations one-hot."""
+    """Encode architectures as rows of integers: sizes as indices (-1 if without effect), operations one-hot."""
     space = architectures[0].space
     choices = np.array([one.choices for one in architectures])
     if isinstance(space, SizeSpace):
@@ -292,7 +292,7 @@ _WORST = -1e300  # score of an unusable architecture: samplers take no infinite 
 @final
 @dataclass(frozen=True)
 class OptunaSearch(Strategy):
-    """Search by one of Optuna's samplers.
+    """Search by an Optuna sampler: TPE, or NSGA-II for score and cost.
 
     Attributes:
         sampler: ``"tpe"`` maximises the score; ``"nsga2"`` also minimises one cost.
@@ -334,7 +334,7 @@ class OptunaSearch(Strategy):
         return samplers.NSGAIISampler(seed=seed, population_size=20)  # type: ignore[no-any-return]
 
     def _try(self, study: Study, done: SearchResult) -> None:
-        """Score the architecture that the sampler proposes, if it meets the constraints, and report the score."""
+        """Score the sampler's next proposal if it meets the constraints, and tell the sampler the result."""
         problem = done.problem
         trial = study.ask()
         proposed = problem.space.architecture(_choices_of(problem.space, trial))
@@ -352,7 +352,7 @@ def _names(space: SearchSpace) -> list[str]:
 
 
 def _choices_of(space: SearchSpace, trial: Trial) -> list[int]:
-    """Return the choices that the sampler proposes: sizes as integers with an order, operations as categories."""
+    """Return the choices an Optuna trial suggests: sizes as ordered integers, operations as categories."""
     choices = []
     for name, decision in zip(_names(space), space.decisions, strict=True):
         last = len(decision.options) - 1

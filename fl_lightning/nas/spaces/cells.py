@@ -45,7 +45,7 @@ MakeEdge = Callable[[int, Sequence[Candidate], int, int, int], nn.Module | None]
 
 @dataclass(frozen=True)
 class Row:
-    """Edge of a cell with a decision of its own; a row of α.
+    """Edge of a cell whose operation is a decision of its own; it is one row of the matrix α.
 
     Attributes:
         cell: kind of the cell, e.g. ``"normal"``.
@@ -62,7 +62,7 @@ class Row:
 
 
 class WeighedEdge(nn.Module):
-    """Base of the edges of a search, whose weights `CellNetwork` sets before a forward pass.
+    """Base of the edges of a search network; `CellNetwork` sets their weights before each forward pass.
 
     Attributes:
         weights: `EdgeWeights` of a rule of relaxation.
@@ -72,7 +72,7 @@ class WeighedEdge(nn.Module):
 
 
 class CellNetwork(nn.Sequential):
-    """Network of a space of cells: named modules that run one after the other.
+    """Network of a space of cells: a sequence of named modules.
 
     Args:
         parts: modules by name, the classifier last.
@@ -86,7 +86,7 @@ class CellNetwork(nn.Sequential):
         return [part for part in self.modules() if isinstance(part, WeighedEdge)]
 
     def forward(self, x: Tensor, weights: Any = None) -> Tensor:
-        """Return logits (B, num_classes); the edges of a search use the given weights, or their own if None."""
+        """Return logits (B, num_classes); search edges use the given edge weights, by default those already set."""
         before = [edge.weights for edge in self._edges]
         try:
             for edge in self._edges:
@@ -97,12 +97,12 @@ class CellNetwork(nn.Sequential):
                 edge.weights = own
 
     def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
+        """Return the classifier, which is the last layer."""
         return self[-1][-1] if isinstance(self[-1], nn.Sequential) else self[-1]
 
 
 def next_node(edges: nn.ModuleDict, nodes: Sequence[Tensor]) -> Tensor:
-    """Return the next node of a cell: the sum of its edges from earlier nodes; zeros without edges.
+    """Compute a cell's next node: the sum of its incoming edges' outputs; zeros if no edge enters.
 
     Args:
         edges: edges of the cell, named ``source_target``.
@@ -115,7 +115,7 @@ def next_node(edges: nn.ModuleDict, nodes: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RowCosts:
-    """One measure of cost of the networks of a cell space, as a sum over rows.
+    """One cost measure for all networks of a cell space: a fixed part plus a term per edge and operation.
 
     Attributes:
         fixed: cost of everything except the operations.
@@ -126,11 +126,11 @@ class RowCosts:
     of_rows: Tensor
 
     def of(self, operations: Sequence[int]) -> float:
-        """Return the cost of a network, from the index of the operation on every row."""
+        """Return a network's cost, given the index of the operation on each edge."""
         return self.fixed + self.of_rows[range(len(operations)), list(operations)].sum().item()
 
     def expected(self, probabilities: Tensor) -> Tensor:
-        """Return the expected cost, a scalar, if every row draws its operation independently.
+        """Return the expected cost, a scalar, if every edge draws its operation independently.
 
         Args:
             probabilities: shape (num_rows, num_operations); gradients flow.
@@ -140,7 +140,7 @@ class RowCosts:
 
 
 class CellSpace(SearchSpace):
-    """Base of the spaces whose decisions are operations on edges.
+    """Base of the cell spaces, in which an architecture chooses an operation for each edge of a cell.
 
     Attributes:
         operations: names of the operations.
@@ -155,16 +155,16 @@ class CellSpace(SearchSpace):
     @property
     @abstractmethod
     def rows(self) -> tuple[Row, ...]:
-        """Edges in the order of the rows of α; edges into the same node are adjacent."""
+        """Edges in the order of α's rows; edges into the same node are adjacent."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of α."""
+        """Number of rows of α: one per edge with a decision of its own."""
         return len(self.rows)
 
     @property
     def incoming(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the rows whose edges enter the same node, for every node."""
+        """For every node, the row numbers of the edges that enter it."""
         rows = self.rows
         starts = [
             row
@@ -175,22 +175,22 @@ class CellSpace(SearchSpace):
 
     @abstractmethod
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the index of the operation on every row; `none` for missing edges."""
+        """Return the index of the operation on each edge; the index `none` for edges that the cell lacks."""
 
     @abstractmethod
     def node_names(self, cell: str) -> tuple[str, ...]:
-        """Return the names of the nodes of a cell, for pictures."""
+        """Return the names of a cell's nodes, for pictures."""
 
     def name_of(self, row: int, operation: int) -> str:
-        """Return the name of an operation on a row."""
+        """Return the name of an operation on an edge."""
         return self.operations[operation]
 
     def masked(self, alpha: Tensor) -> Tensor:
-        """Return α with a very low logit for operations that a row lacks; by default all rows have all."""
+        """Return α with very low logits for operations that an edge does not offer; by default α unchanged."""
         return alpha
 
     def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
-        """Return the edges (source, target) of a cell that concatenate, without an operation; none by default."""
+        """Return a cell's edges (source, target) that only concatenate, without an operation; by default none."""
         return ()
 
     @abstractmethod
@@ -204,7 +204,7 @@ class CellSpace(SearchSpace):
         cells: int = 5,
         affine: bool = True,
     ) -> nn.Module:
-        """Build a network; ``forward(x, weights=None)`` takes the edge weights of a search.
+        """Build a network of the space; in a search its ``forward(x, weights=None)`` takes edge weights.
 
         Args:
             make_edge: function that makes an edge.
@@ -218,7 +218,7 @@ class CellSpace(SearchSpace):
 
     @abstractmethod
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the architecture that α selects, by the published rule of the space.
+        """Return the architecture that α selects, by the rule that the space's paper gives.
 
         Args:
             alpha: logits of the operations, shape (num_rows, num_operations).
@@ -244,7 +244,7 @@ class CellSpace(SearchSpace):
         return Cost(*(int(table[measure].of(chosen)) for measure in MEASURES))
 
     def edge_shares(self, beta: Tensor) -> Tensor:
-        """Return the softmax of β over the edges into the same node, shape (num_rows,)."""
+        """Return the weights of edges, shape (num_rows,): a softmax of β over the edges into the same node."""
         return torch.cat([beta[list(rows)].softmax(0) for rows in self.incoming])
 
     def check_alpha(self, alpha: Tensor, beta: Tensor | None = None) -> None:
@@ -266,7 +266,7 @@ class CellSpace(SearchSpace):
 
 @lru_cache(maxsize=64)
 def cost_table(networks: Networks) -> Mapping[str, RowCosts]:
-    """Return the costs of the networks of a space of cells by measure, counted on the meta device."""
+    """Return cost tables for all networks of a cell space, by measure, counted on the meta device."""
     space: Any = networks.space
     inputs: list[tuple[int, Sequence[Candidate], tuple[int, ...], Any]] = []
 
@@ -300,7 +300,7 @@ def cost_table(networks: Networks) -> Mapping[str, RowCosts]:
 
 
 class RowSpace(CellSpace):
-    """Base of the spaces in which every row is an independent decision."""
+    """Base of the cell spaces in which each edge chooses its operation independently of the others."""
 
     @override
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
@@ -308,13 +308,13 @@ class RowSpace(CellSpace):
 
     @override
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the architecture with the operation of the largest logit on every row; β has no influence."""
+        """Return the architecture with the operation of the largest logit on each edge; β is ignored."""
         self.check_alpha(alpha, beta)
         return self.architecture(self.masked(alpha).argmax(1).tolist())
 
 
 class Zero(nn.Module):
-    """Operation ``none``: zeros in the shape of the output, at an operation's stride."""
+    """Operation ``none``: outputs zeros, in the shape that an operation of this stride outputs."""
 
     def __init__(self, stride: int) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class Zero(nn.Module):
 
 
 class ReLUConvBN(nn.Sequential):
-    """ReLU, a convolution that keeps the image size at stride 1, batch norm."""
+    """Sequence of ReLU, convolution (image size kept at stride 1) and batch norm."""
 
     def __init__(
         self, channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool = True
@@ -339,7 +339,7 @@ class ReLUConvBN(nn.Sequential):
 
 
 class FactorizedReduce(nn.Module):
-    """ReLU, stride-2 convolutions of even and of odd pixels, each for half of the channels, batch norm."""
+    """ReLU, two stride-2 convolutions (even pixels, odd pixels) with half of the channels each, batch norm."""
 
     def __init__(self, channels_in: int, channels_out: int, affine: bool = True) -> None:
         super().__init__()
@@ -350,14 +350,14 @@ class FactorizedReduce(nn.Module):
         self.norm = nn.BatchNorm2d(channels_out, affine=affine)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, channels_out, ⌈side / 2⌉, ⌈side / 2⌉)."""
+        """Return the input at half the image size: (batch, channels_out, ⌈side / 2⌉, ⌈side / 2⌉)."""
         x = self.relu(x)
         shifted = pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2))[:, :, 1:, 1:]
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
 
 
 def average_pool(stride: int) -> nn.Module:
-    """Return a 3×3 average pool that ignores the padding."""
+    """Return a 3×3 average pool whose averages leave out the padding."""
     return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
 
 
@@ -383,7 +383,7 @@ def _separable(
 def separable(
     channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
 ) -> nn.Module:
-    """Return two separable convolutions, one after the other, as published for DARTS."""
+    """Return two depthwise separable convolutions in sequence, as in the DARTS paper."""
     first = _separable(channels_in, channels_in, kernel, stride, 1, affine)
     return nn.Sequential(*first, *_separable(channels_in, channels_out, kernel, 1, 1, affine))
 
@@ -391,5 +391,5 @@ def separable(
 def dilated(
     channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
 ) -> nn.Module:
-    """Return a separable convolution with dilation 2."""
+    """Return a depthwise separable convolution with dilation 2."""
     return nn.Sequential(*_separable(channels_in, channels_out, kernel, stride, 2, affine))

@@ -23,7 +23,7 @@ Number = int | float
 
 
 class OpenSize:
-    """Size of a layer that is computed from choices, e.g. ``width * 4``.
+    """Layer size computed from choices of a search space, e.g. ``width * 4``.
 
     Example:
         >>> width = ValueChoice([16, 32], label="width")
@@ -40,12 +40,12 @@ class OpenSize:
 
     @property
     def now(self) -> Any:
-        """Current size."""
+        """Current size, under the options now set."""
         return self._compute(*map(now, self._inputs))
 
     @property
     def most(self) -> Any:
-        """Size if every choice has its last option."""
+        """Largest size: every choice at its last option."""
         return self._compute(*map(most, self._inputs))
 
     def __mul__(self, factor: Size) -> OpenSize:
@@ -58,7 +58,7 @@ class OpenSize:
 
 
 class ValueChoice(OpenSize):
-    """Choice of a size, such as a width, a kernel size or a depth.
+    """Choice of a layer size in a search space, such as a width, a kernel size or a depth.
 
     Args:
         options: numbers above 0, in rising order.
@@ -92,7 +92,7 @@ class ValueChoice(OpenSize):
 
     @property
     def index(self) -> int:
-        """Index of the current option."""
+        """Index of the option now set."""
         return self._index[0]
 
     @index.setter
@@ -101,21 +101,21 @@ class ValueChoice(OpenSize):
 
     @property
     def now(self) -> Any:
-        """Current option."""
+        """Value of the option now set."""
         return self.options[self.index]
 
     @property
     def most(self) -> Any:
-        """Last option."""
+        """Value of the last (largest) option."""
         return self.options[-1]
 
     def follow(self, first: ValueChoice) -> None:
-        """Share the current option with an earlier choice of the same label."""
+        """Share the option now set with an earlier choice that has the same label."""
         self._index = first._index
 
 
 class Building:
-    """Context in which the constructor of a module with choices runs; collects the choices.
+    """Context for a module's constructor that collects the choices of sizes and layers it makes.
 
     Args:
         chosen: index of the chosen option by label, for the network of one architecture; None if all
@@ -125,7 +125,7 @@ class Building:
 
     Attributes:
         choices: first choice of every label, in the order of construction.
-        needs: the repeated blocks that contain the choice, by label: label of the depth, index of the block.
+        needs: repeated blocks that contain a choice, by its label: (label of the depth, index of the block).
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Building:
         self._all: dict[str, tuple[Number, ...]] = {}
 
     def join(self, choice: ValueChoice) -> None:
-        """Register a new choice: choices with the same label are one decision.
+        """Register a choice that a constructor makes: choices with the same label are one decision.
 
         Raises:
             ConfigurationError: if sizes cannot be chosen here, or an earlier choice has other options.
@@ -175,13 +175,13 @@ _BUILDING: ContextVar[Building | None] = ContextVar("building", default=None)
 
 
 def building() -> Building | None:
-    """Return the active `Building`, or None."""
+    """Return the `Building` whose context is active; None outside of one."""
     return _BUILDING.get()
 
 
 @contextmanager
 def inside(depth: Size, number: int) -> Iterator[None]:
-    """Context in which a repeated block is constructed: choices in it have no effect if the block does not run."""
+    """Return a context to construct a repeated block, whose choices have no effect if the depth leaves it out."""
     current = _BUILDING.get()
     if current is None or not isinstance(depth, ValueChoice):
         yield
@@ -195,26 +195,26 @@ Size = Number | OpenSize
 
 
 def pick(options: Sequence[Number], label: str) -> Any:
-    """Return a new choice of a size; in the network of one architecture the chosen number."""
+    """Return a new choice of a size; while a single architecture is built, return its chosen number instead."""
     current, choice = _BUILDING.get(), ValueChoice(options, label)
     return choice if current is None or current.chosen is None else choice.now
 
 
 def is_open(*sizes: Any) -> bool:
-    """True if one of the sizes depends on a choice."""
+    """True if any of the sizes depends on a choice of the search space."""
     return any(isinstance(size, OpenSize) for size in sizes)
 
 
 def now(size: Size) -> Any:
-    """Return a size as a number, under the current choices."""
+    """Return a size as a number, under the options now set."""
     return size.now if isinstance(size, OpenSize) else size
 
 
 def most(size: Size) -> Any:
-    """Return the largest value of a size."""
+    """Return a size's largest value: every choice at its last option."""
     return size.most if isinstance(size, OpenSize) else size
 
 
 def size_of(compute: Callable[..., Number], *inputs: Size) -> Any:
-    """Return a size computed from others: a number, or an `OpenSize` if one of them depends on a choice."""
+    """Compute a size from other sizes: a number, or an `OpenSize` if any of them depends on a choice."""
     return OpenSize(compute, *inputs) if is_open(*inputs) else compute(*inputs)

@@ -47,7 +47,7 @@ Inputs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 @final
 @dataclass(frozen=True)
 class DARTS(CellSpace):
-    """Cell space of DARTS: a normal and a reduction cell.
+    """Cell space of DARTS: an architecture is a normal cell and a reduction cell.
 
     Every node has three decisions: the pair of its inputs, and an operation on each of the two edges.
 
@@ -82,7 +82,7 @@ class DARTS(CellSpace):
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """Pair of inputs, first operation and second operation of every node of both cells."""
+        """Decisions of every node in both cells: pair of inputs, operation on the first, operation on the second."""
         decisions = []
         for cell, node in product(CELLS, NODES):
             pairs = tuple(f"{low} and {high}" for low, high in _pairs(node))
@@ -94,7 +94,7 @@ class DARTS(CellSpace):
         return tuple(decisions)
 
     def inputs(self, architecture: Architecture) -> dict[str, Inputs]:
-        """Return the two edges of every node, as ((operation, source), (operation, source)), by cell."""
+        """Return each node's two incoming edges, ((operation, source), (operation, source)), by cell."""
         choices, cells = iter(architecture.choices), {}
         for cell in CELLS:
             nodes = []
@@ -106,7 +106,7 @@ class DARTS(CellSpace):
         return cells
 
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
-        """Return the index of the operation of all 28 edges; `none` for the 12 that the cells do not use."""
+        """Return the operation index on each of the 28 edges; the index `none` on the 12 unused edges."""
         chosen = dict.fromkeys(self.rows, self.none)
         for cell, nodes in self.inputs(architecture).items():
             for node, pair in zip(NODES, nodes, strict=True):
@@ -115,15 +115,15 @@ class DARTS(CellSpace):
         return tuple(chosen.values())
 
     def node_names(self, cell: str) -> tuple[str, ...]:
-        """Return the published names of the nodes; the output is last."""
+        """Return the names of a cell's nodes as in the DARTS paper, the output last."""
         return ("c_{k-2}", "c_{k-1}", "0", "1", "2", "3", "c_{k}")
 
     def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
-        """Return the edges from the four nodes to the output."""
+        """Return the edges from the four inner nodes to the output, which concatenates them."""
         return tuple((node, NODES[-1] + 1) for node in NODES)
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the string ``normal:|op~source|op~source|+…;reduction:…``, with two edges per node."""
+        """Return an architecture's string ``normal:|op~source|op~source|+…;reduction:…``, two edges per node."""
         cells = self.inputs(self.architecture(choices))
         return ";".join(
             f"{cell}:"
@@ -134,7 +134,7 @@ class DARTS(CellSpace):
         )
 
     def parse(self, text: str) -> Architecture:
-        """Parse a string of `text`, or a published ``Genotype(normal=…)``."""
+        """Parse an architecture's string, in the form of `text` or of a published ``Genotype(normal=…)``."""
         text = _published("".join(text.split()))
         reader, cells = ArchitectureReader(text, self.name), {}
         for cell in CELLS:
@@ -159,7 +159,7 @@ class DARTS(CellSpace):
         return pair[0], pair[1]
 
     def of_inputs(self, cells: dict[str, Inputs]) -> Architecture:
-        """Return the architecture with given edges, the inverse of `inputs`; a pair may be in any order."""
+        """Return the architecture with the given edges (inverse of `inputs`); a node's edges may be in any order."""
         choices = []
         for cell in CELLS:
             for node, pair in zip(NODES, cells[cell], strict=True):
@@ -178,7 +178,7 @@ class DARTS(CellSpace):
         cells: int = 20,
         affine: bool = True,
     ) -> CellNetwork:
-        """Return a network of ``cells`` cells in all; published searches use 8 cells of 16 channels.
+        """Build a network of ``cells`` cells altogether; published searches use 8 cells of 16 channels.
 
         With ``affine=False`` a batch norm follows every pool, as in the published search network.
         """
@@ -196,7 +196,7 @@ class DARTS(CellSpace):
         )
 
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
-        """Return the architecture with the two edges of every node whose best operation has the largest weight.
+        """Return the architecture that keeps, per node, the two edges whose best operations have the largest weights.
 
         The weight of an operation is its softmax(α), times the softmax of β over the edges of the node if
         β is given. `none` is part of the softmax but never chosen. Of equal weights the first is chosen.
@@ -224,7 +224,7 @@ _GENOTYPE = re.compile(rf"Genotype\(normal{_CELL},normal{_OUTPUT},reduce{_CELL},
 
 
 def _published(text: str) -> str:
-    """Convert a published genotype to the string of `text`; return other strings unchanged."""
+    """Convert a published genotype to an architecture string (see `text`); return other strings unchanged."""
     found = _GENOTYPE.fullmatch(text)
     if found is None:
         return text
@@ -245,7 +245,7 @@ STEM_MULTIPLIER = 3
 
 
 def candidates(affine: bool) -> tuple[Candidate, ...]:
-    """Return the constructors of the operations, in the order of `DARTS.operations`."""
+    """Return constructors of the candidate operations, in the order of `DARTS.operations`."""
 
     def pool(make: Callable[[int], nn.Module]) -> Candidate:
         def candidate(channels_in: int, channels_out: int, stride: int) -> nn.Module:
@@ -271,7 +271,7 @@ def candidates(affine: bool) -> tuple[Candidate, ...]:
 
 
 class DARTSCell(nn.Module):
-    """Cell of DARTS: two inputs, four nodes, concatenation of the nodes.
+    """Cell of DARTS: two inputs and four nodes; the output concatenates the four nodes.
 
     Args:
         make_edge: function that makes an edge.
@@ -312,7 +312,7 @@ class DARTSCell(nn.Module):
                 self.edges[f"{row.source}_{row.target}"] = edge
 
     def forward(self, before_last: Tensor, last: Tensor) -> Tensor:
-        """Return the concatenation of the four nodes."""
+        """Return the cell's output: the concatenation of its four nodes."""
         nodes = [self.first(before_last), self.second(last)]
         for _ in NODES:
             nodes.append(next_node(self.edges, nodes))
@@ -320,7 +320,7 @@ class DARTSCell(nn.Module):
 
 
 class DARTSCells(nn.ModuleList):
-    """Sequence of cells, each on the outputs of the two before; reductions at 1/3 and 2/3 of the cells.
+    """Cells in sequence, each fed by the two cells before it; reduction cells are at 1/3 and 2/3 of the sequence.
 
     Attributes:
         channels_out: channels of the output.

@@ -41,13 +41,13 @@ from fl_lightning.nas.spaces.choices import (
 
 
 def fitting(elastic: type[nn.Module], *sizes: Any, **options: Any) -> Any:
-    """Return an elastic layer if one of the sizes is a choice, otherwise PyTorch's layer."""
+    """Return an elastic layer if one of its sizes is a choice, otherwise the plain PyTorch layer."""
     kind: Any = elastic if is_open(*sizes) else elastic.__base__
     return kind(*sizes, **options)
 
 
 class ElasticConv2d(nn.Conv2d):
-    """Convolution of one group whose numbers of channels may be choices.
+    """Ungrouped convolution whose numbers of channels may be choices of a search space.
 
     Example:
         >>> import torch
@@ -63,25 +63,25 @@ class ElasticConv2d(nn.Conv2d):
         self._out = out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, channels out, height, width)."""
+        """Return the convolved images, (batch, channels out, height, width), for the current channels."""
         weight, bias = _first(self.weight, self.bias, now(self._out), x.shape[1])
         return functional.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
 
 
 class ElasticLinear(nn.Linear):
-    """Linear layer whose numbers of features may be choices."""
+    """Linear layer whose numbers of features may be choices of a search space."""
 
     def __init__(self, in_features: Size, out_features: Size, bias: bool = True) -> None:
         super().__init__(most(in_features), most(out_features), bias)
         self._out = out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., features out)."""
+        """Return the layer's output, (..., features out), for the current number of features."""
         return functional.linear(x, *_first(self.weight, self.bias, now(self._out), x.shape[-1]))
 
 
 class ElasticLayerNorm(nn.LayerNorm):
-    """Layer norm whose number of features may be a choice."""
+    """Layer norm whose number of features may be a choice of a search space."""
 
     def __init__(self, features: Size, eps: float = 1e-5) -> None:
         super().__init__(most(features), eps)
@@ -94,7 +94,7 @@ class ElasticLayerNorm(nn.LayerNorm):
 
 
 class ElasticBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm whose number of channels may be a choice.
+    """Batch norm whose number of channels may be a choice of a search space.
 
     Sub-networks share the running statistics, which fit none of them: recalibrate before you evaluate a
     sub-network (`fl_lightning.nas.sub_networks.evaluation`).
@@ -127,7 +127,7 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
 
 
 def multiple_of_8(channels: float) -> int:
-    """Return the nearest multiple of 8, at least 8 and at least 90 % of `channels`.
+    """Round to the nearest multiple of 8, at least 8 and at least 90 % of `channels`.
 
     Example:
         >>> [multiple_of_8(channels) for channels in (3, 20, 30, 35, 166.4)]
@@ -138,14 +138,14 @@ def multiple_of_8(channels: float) -> int:
 
 
 def hidden_channels(channels: int, expansion: float) -> int:
-    """Return ``expansion`` times the channels, rounded by `multiple_of_8`."""
+    """Return a block's number of inner channels: ``expansion`` times its channels, as a multiple of 8."""
     return multiple_of_8(round(channels * expansion))
 
 
 def _first(
     weight: Tensor, bias: Tensor | None, out: int, into: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return views of the first rows and columns; the tensors themselves at full size."""
+    """Return views of weight and bias for the first `out` outputs and `into` inputs."""
     if weight.shape[1] != into:
         weight = weight[:, :into]
     if out == weight.shape[0]:
@@ -154,7 +154,7 @@ def _first(
 
 
 class Repeat(nn.ModuleList):
-    """Sequence of blocks whose length may be a choice.
+    """Sequence of blocks whose depth (number of blocks that run) may be a choice of a search space.
 
     Args:
         blocks: generator of at least as many blocks as the largest depth; further ones are not made.
@@ -175,21 +175,21 @@ class Repeat(nn.ModuleList):
                 self.append(next(made))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the first `depth` blocks."""
+        """Run the first blocks, as many as the current depth, and return their output."""
         for block in islice(self, now(self._depth)):
             x = block(x)
         return x
 
 
 class ElasticDepthwise(nn.Conv2d):
-    """Depthwise convolution without bias whose channels and kernel may be choices.
+    """Depthwise convolution without bias; channels and kernel size may be choices of a search space.
 
     It keeps the image size at stride 1.
 
     Args:
         channels: number of channels.
-        kernel: odd, or a choice of odd numbers.
-        stride: of the convolution.
+        kernel: odd kernel size, or a choice of odd sizes.
+        stride: stride of the convolution.
 
     Raises:
         ConfigurationError: if a kernel is even.
@@ -219,13 +219,13 @@ class ElasticDepthwise(nn.Conv2d):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input convolved with the current kernel."""
+        """Return the input convolved with a kernel of the current size."""
         kernel, channels = now(self._kernel), x.shape[1]
         weight = self.kernel(kernel, channels)
         return functional.conv2d(x, weight, None, self.stride, kernel // 2, self.dilation, channels)
 
     def kernel(self, size: int, channels: int) -> Tensor:
-        """Return the kernels of the first channels, shape (channels, 1, size, size).
+        """Return the weight for a kernel size and the first channels, shape (channels, 1, size, size).
 
         The largest kernel is a view of the weight; smaller kernels are computed from it.
         """
@@ -239,7 +239,7 @@ class ElasticDepthwise(nn.Conv2d):
         return weight
 
     def held_by(self, part: nn.Conv2d) -> dict[str, Tensor]:
-        """Return the mask of the entries that a plain layer of smaller size uses, by parameter.
+        """Return masks, by parameter, of this layer's entries that a smaller plain layer uses.
 
         Of the matrix of a kernel from which a smaller one is computed, only the rows inside that one are used.
         """
@@ -256,7 +256,7 @@ class ElasticDepthwise(nn.Conv2d):
         return held
 
     def copy_to(self, part: nn.Conv2d) -> None:
-        """Write the kernels of a plain layer's size into the layer, in place."""
+        """Copy this layer's weight, for the kernel size of a plain layer, into the plain layer in place."""
         with torch.no_grad():
             part.weight.copy_(self.kernel(part.kernel_size[0], part.out_channels))
 
@@ -268,7 +268,7 @@ def _centre(weight: Tensor, larger: int, smaller: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Softmax self-attention whose width and number of heads may be choices.
+    """Softmax self-attention whose features and number of heads may be choices of a search space.
 
     Args:
         features: number of input and output features.
@@ -286,7 +286,7 @@ class Attention(nn.Module):
         self.proj = fitting(ElasticLinear, inner, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the shape of x, (batch, tokens, features)."""
+        """Return the attention output in the shape of x, (batch, tokens, features)."""
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_features)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)

@@ -49,7 +49,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 @final
 @dataclass(frozen=True)
 class MobileNet(StagedSpace):
-    """MobileNetV3 space of Once-for-All: kernel and expansion of every block, depth of every stage.
+    """MobileNetV3 search space of Once-for-All: kernel and expansion per block, depth per stage.
 
     Attributes:
         kernels: kernel sizes to choose from, odd.
@@ -133,7 +133,7 @@ class MobileNet(StagedSpace):
 
 
 def small_mobilenet() -> MobileNet:
-    """Return a space for images of 32 pixels, with about a third of the channels and fewer strides."""
+    """Return a MobileNet space for images of 32 pixels: about a third of the channels, and fewer strides."""
     return MobileNet(
         widths=(16, 16, 16, 24, 32, 40, 56, 160, 256),
         strides=(1, 1, 2, 2, 1, 2),
@@ -142,7 +142,7 @@ def small_mobilenet() -> MobileNet:
 
 @dataclass(frozen=True)
 class Block:
-    """Shape of an inverted residual block; kernel and expansion may be choices."""
+    """Settings of an inverted residual block; kernel and expansion may be choices of a search space."""
 
     channels_in: int
     channels_out: int
@@ -155,7 +155,7 @@ class Block:
 
 
 class InvertedResidual(nn.Module):
-    """Inverted residual block; parameters have the names of timm's `InvertedResidual`.
+    """Inverted residual block of MobileNet; parameter names are those of timm's `InvertedResidual`.
 
     Args:
         shape: shape of the block.
@@ -193,11 +193,11 @@ class InvertedResidual(nn.Module):
         return x + inside if self.adds else inside
 
     def residual_branches(self) -> list[nn.Module]:
-        """Return the last layer before the sum with the shortcut, if there is a shortcut."""
+        """Return the last layer of the residual branch, before the shortcut is added; none without a shortcut."""
         return [self.bn3] if self.adds else []
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the layers with the inner channels of the block, and with those of the squeeze."""
+        """Return the block's groups of sortable inner channels: the expanded ones, and those of the squeeze."""
         if not hasattr(self, "conv_pw"):
             return []
         out, into = (self.conv_pw, self.bn1, self.conv_dw, self.bn2), (self.conv_pwl,)
@@ -208,14 +208,14 @@ class InvertedResidual(nn.Module):
 
 
 class Resize(nn.Module):
-    """Resizes images to squares, bilinearly with antialiasing; the side in pixels may be a choice."""
+    """Resize images to squares, bilinearly with antialiasing; the side in pixels may be a choice."""
 
     def __init__(self, side: Size) -> None:
         super().__init__()
         self._side = side
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, channels, side, side)."""
+        """Return the resized images, (batch, channels, side, side)."""
         size = [now(self._side)] * 2
         if list(x.shape[2:]) == size:
             return x
@@ -223,7 +223,7 @@ class Resize(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Squeeze-and-excitation, y = x · hard sigmoid(W₂ relu(W₁ mean(x))); the channels may be a choice."""
+    """Squeeze-and-excitation y = x · hard sigmoid(W₂ relu(W₁ mean(x))); the channels may be a choice."""
 
     def __init__(self, channels: Size) -> None:
         super().__init__()
@@ -234,13 +234,13 @@ class SqueezeExcite(nn.Module):
         self.gate = nn.Hardsigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape."""
+        """Return x with its channels rescaled, in the same shape."""
         squeezed = self.act1(self.conv_reduce(x.mean((2, 3), keepdim=True)))
         return x * self.gate(self.conv_expand(squeezed))  # type: ignore[no-any-return]
 
 
 def stem(channels_in: int, channels: int, stride: int) -> nn.Sequential:
-    """Return the first layers: a 3×3 convolution, batch norm, hard swish."""
+    """Return the network's first layers: a 3×3 convolution, batch norm, hard swish."""
     return nn.Sequential(
         nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False),
         nn.BatchNorm2d(channels),
@@ -249,7 +249,7 @@ def stem(channels_in: int, channels: int, stride: int) -> nn.Sequential:
 
 
 def head(channels: int, wide: int, mixed: int, num_classes: int) -> nn.Sequential:
-    """Return the last layers: two 1×1 convolutions, the second after the mean over pixels, and the classifier."""
+    """Return the network's last layers: 1×1 convolution, mean over pixels, 1×1 convolution, classifier."""
     return nn.Sequential(
         nn.Conv2d(channels, wide, 1, bias=False),
         nn.BatchNorm2d(wide),

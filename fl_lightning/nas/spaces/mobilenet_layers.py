@@ -30,7 +30,7 @@ SKIP = "skip_connect"
 @final
 @dataclass(frozen=True)
 class MobileNetLayers(RowSpace):
-    """MobileNet space with one operation per layer.
+    """MobileNet search space in which each layer chooses its own operation (kernel and expansion, or skip).
 
     Attributes:
         sizes: space whose widths, strides, activations and largest depth are used; `small_mobilenet`, for
@@ -59,18 +59,18 @@ class MobileNetLayers(RowSpace):
 
     @property
     def shapes(self) -> MobileNet:
-        """The space `sizes`, given or by default."""
+        """MobileNet space that gives widths, strides and activations: `sizes`, or its default."""
         assert self.sizes is not None, "set at the start"
         return self.sizes
 
     @property
     def depth(self) -> int:
-        """Number of layers per stage."""
+        """Number of layers in each stage."""
         return self.shapes.depths[-1]
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One row per layer, stage by stage."""
+        """One edge (row of α) per layer, stage by stage."""
         stages = range(1, len(self.shapes.strides))
         return tuple(
             Row(f"stage {stage}", layer, layer + 1)
@@ -80,17 +80,17 @@ class MobileNetLayers(RowSpace):
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """An operation for every layer."""
+        """Decisions of the space: one choice of an operation per layer."""
         names = (f"{row.cell} layer {row.target}" for row in self.rows)
         return tuple(Decision(name, self.operations) for name in names)
 
     def node_names(self, cell: str) -> tuple[str, ...]:
-        """Return input, 1, 2, …, output."""
+        """Return the names of a stage's nodes: input, 1, 2, …, output."""
         return ("input", *map(str, range(1, self.depth)), "output")
 
     @property
     def separators(self) -> tuple[str, ...]:
-        """Those of a string of stages joined by ``|``, of layers joined by ``-``."""
+        """Separators in architecture strings: ``|`` between stages, ``-`` between layers of a stage."""
         return ("", *("-" if row % self.depth else "|" for row in range(1, self.num_rows)), "")
 
     def network(
@@ -103,7 +103,7 @@ class MobileNetLayers(RowSpace):
         cells: int | None = None,
         affine: bool = True,
     ) -> CellNetwork:
-        """Return a network of these layers.
+        """Build a network of the space, whose layers `make_edge` makes.
 
         Args:
             make_edge: function that makes a layer.
@@ -123,8 +123,8 @@ class MobileNetLayers(RowSpace):
             )
         if cells not in (None, self.depth):
             raise ConfigurationError(
-                f"cells must be {self.depth} for {self.name}, the number of layers per stage, got {cells}: change it, "
-                "or sizes.depths of the space"
+                f"cells must be {self.depth} for {self.name}, its number of layers per stage, got {cells}: set cells to "
+                f"{self.depth} or null, or change sizes.depths of the space"
             )
         sizes = self.shapes if channels is None else _scaled(self.shapes, channels)
         shape = {"num_classes": num_classes, "in_channels": in_channels}

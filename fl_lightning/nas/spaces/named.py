@@ -33,7 +33,7 @@ NAMES: dict[str, Callable[[], SearchSpace]] = {
 
 
 def named_space(text: str) -> SearchSpace:
-    """Build a search space from its name, its class path or a YAML file.
+    """Build a search space from the text a user gives: a name, a class path or the path of a YAML file.
 
     Args:
         text: a name (`NAMES`), a class such as ``fl_lightning.nas.spaces.darts.DARTS``, or a YAML file with
@@ -64,7 +64,7 @@ mean 'nas_bench_201'?
 
 
 def described_space(description: Any) -> SearchSpace:
-    """Build a search space from a mapping with ``class_path`` and ``init_args``.
+    """Build a search space from a configuration with ``class_path`` and ``init_args``.
 
     Raises:
         ConfigurationError: if the class is missing or no space, or the settings are invalid.
@@ -98,7 +98,7 @@ def described_space(description: Any) -> SearchSpace:
 
 
 def description(space: SearchSpace) -> dict[str, Any]:
-    """Return the description of a search space for YAML: ``class_path``, and ``init_args`` if there are any.
+    """Describe a search space for YAML: ``class_path``, and ``init_args`` if it has settings.
 
     Example:
         >>> description(NASBench201())

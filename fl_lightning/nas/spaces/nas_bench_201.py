@@ -51,7 +51,7 @@ EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
 @final
 @dataclass(frozen=True)
 class NASBench201(RowSpace):
-    """Cell space of NAS-Bench-201: 15,625 cells of six edges, each with one of five operations.
+    """Cell space of NAS-Bench-201: 15,625 cells with six edges, each with one of five operations.
 
     Example:
         >>> space = NASBench201()
@@ -79,25 +79,25 @@ class NASBench201(RowSpace):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The six edges."""
+        """The six edges of the cell, in the order of α's rows."""
         return tuple(Row("cell", *edge) for edge in EDGES)
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """An operation for every edge."""
+        """Decisions of the space: one choice of an operation per edge."""
         return tuple(Decision(str(row), self.operations) for row in self.rows)
 
     def node_names(self, cell: str) -> tuple[str, ...]:
-        """Return input, 1, 2, output."""
+        """Return the names of the cell's nodes: input, 1, 2, output."""
         return ("input", "1", "2", "output")
 
     @property
     def separators(self) -> tuple[str, ...]:
-        """Those of the benchmark's strings, e.g. ``|skip_connect~0|+|none~0|…~1|+|…~0|…~1|…~2|``."""
+        """Separators in the benchmark's strings, e.g. ``|skip_connect~0|+|none~0|…~1|+|…~0|…~1|…~2|``."""
         return ("|", "~0|+|", "~0|", "~1|+|", "~0|", "~1|", "~2|")
 
     def canonical(self, architecture: Architecture) -> str:
-        """Return the benchmark's string of the function that a cell computes; there are 6,466 different ones.
+        """Return the benchmark's string for the function of a cell; the 15,625 cells have 6,466 different strings.
 
         Cells with equal strings compute the same function of the same weights. Cells with different strings
         may do so too, because sums are not flattened, and edges without effect are kept.
@@ -122,7 +122,7 @@ class NASBench201(RowSpace):
         cells: int = 5,
         affine: bool = True,
     ) -> CellNetwork:
-        """Return a network of three stages of ``cells`` cells with C, 2C and 4C channels."""
+        """Build a network of three stages, each with ``cells`` cells, of C, 2C and 4C channels."""
         ops, stages = candidates(affine), nn.Sequential()
         stem = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
         parts: dict[str, nn.Module] = {"stem": nn.Sequential(stem, nn.BatchNorm2d(channels))}
@@ -143,7 +143,7 @@ def _term(source: str, operation: str) -> str:
 
 
 def candidates(affine: bool) -> tuple[Candidate, ...]:
-    """Return the constructors of the operations, in the order of `NASBench201.operations`."""
+    """Return constructors of the candidate operations, in the order of `NASBench201.operations`."""
     return (
         lambda channels_in, channels_out, stride: Zero(stride),
         lambda channels_in, channels_out, stride: nn.Identity(),
@@ -169,7 +169,7 @@ class NASBench201Cell(nn.Module):
         self.edges = nn.ModuleDict({name: edge for name, edge in made.items() if edge is not None})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the last node; zeros if it has no edges."""
+        """Return the value of the cell's last node; zeros if no edge enters it."""
         nodes = [x]
         for _ in range(3):
             nodes.append(next_node(self.edges, nodes))
@@ -190,7 +190,7 @@ class ResidualReduction(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, channels_out, ⌈side / 2⌉, ⌈side / 2⌉)."""
+        """Return the block's output, (batch, channels_out, ⌈side / 2⌉, ⌈side / 2⌉)."""
         return self.block(x) + self.shortcut(x)  # type: ignore[no-any-return]
 
 
@@ -205,7 +205,7 @@ COLUMNS: dict[DataSet, str] = {
 
 @dataclass(frozen=True, eq=False)
 class NASBench201Table:
-    """Table of published test accuracies of cells of NAS-Bench-201, in percent.
+    """Published test accuracies of NAS-Bench-201's cells, in percent, read from a CSV file.
 
     Attributes:
         path: path of the file, for messages.
@@ -219,7 +219,7 @@ class NASBench201Table:
 
     @classmethod
     def read(cls, path: str | Path) -> NASBench201Table:
-        """Read a CSV file with the columns above; it may have a part of the cells.
+        """Read published accuracies from a CSV file, which may hold only a part of the cells.
 
         Raises:
             ConfigurationError: if the file or a column is missing, or a row is malformed or repeated.

@@ -37,7 +37,7 @@ from fl_lightning.nas.spaces.space import Decision
 
 
 class LayerChoice(nn.Module):
-    """Choice of one of several layers.
+    """Placeholder in a module of yours for one layer, chosen by the search among several candidates.
 
     Args:
         candidates: constructors of the layers by name, at least two; all outputs have the same shape.
@@ -70,7 +70,7 @@ class LayerChoice(nn.Module):
         )
 
     def forward(self, x: Any) -> Any:
-        """Return the output of the current layer, or of the mixture in a `Supernet`."""
+        """Return the output of the chosen layer; in a `Supernet`, of the mixture of candidates."""
         layer = self.operations[str(now(self._number))] if self.edge is None else self.edge
         return layer(x)
 
@@ -86,7 +86,7 @@ class _Input(nn.Module):
 
 @final
 class InputChoice(LayerChoice):
-    """Choice of one of several tensors of the same shape, which are given to ``forward`` as a list.
+    """Placeholder for one of several tensors of equal shape; ``forward`` takes them as a list.
 
     Args:
         num_inputs: number of inputs, at least two.
@@ -99,7 +99,7 @@ class InputChoice(LayerChoice):
 
 
 def _made(module: str | type[nn.Module], shape: Mapping[str, Any]) -> nn.Module:
-    """Construct a module with those of the arguments that its constructor accepts."""
+    """Construct a module with the given arguments, without those that its constructor does not accept."""
     kind: Any = module
     if isinstance(module, str):
         folder, _, name = module.rpartition(".")
@@ -126,7 +126,7 @@ class _OwnNetwork(CellNetwork):
 @final
 @dataclass(frozen=True)
 class LayerSpace(RowSpace):
-    """Space of the `LayerChoice` and `InputChoice` in a module of yours, for a `Supernet`.
+    """Search space of a module of yours, for a `Supernet`: its `LayerChoice` and `InputChoice` layers.
 
     Attributes:
         module: class of the module, or import path of the class. The constructor takes ``num_classes`` and
@@ -142,7 +142,7 @@ class LayerSpace(RowSpace):
 
     @cached_property
     def _candidates(self) -> dict[str, tuple[str, ...]]:
-        """Names of the candidates, by label."""
+        """Names of the candidate layers, by label of the choice."""
         found: dict[str, tuple[str, ...]] = {}
 
         def note(label: str, candidates: Mapping[str, Any]) -> nn.Module:
@@ -163,19 +163,19 @@ class LayerSpace(RowSpace):
 
     @property
     def operations(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the candidates if all labels have the same ones, otherwise numbers."""
+        """Names of the candidate layers if all choices have the same ones, otherwise numbers."""
         names = max(self._candidates.values(), key=len)
         is_one = set(self._candidates.values()) == {names}
         return names if is_one else tuple(map(str, range(1, len(names) + 1)))
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """One row per label."""
+        """One edge (row of α) per label of a choice."""
         return tuple(Row("network", row, row + 1) for row in range(len(self._candidates)))
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """A decision for every label."""
+        """Decisions of the space: one per label of a choice."""
         return tuple(Decision(*pair) for pair in self._candidates.items())
 
     @override
@@ -224,7 +224,7 @@ class _OwnSizedNetwork(SizedNetwork):
 @final
 @dataclass(frozen=True)
 class ModuleSpace(SizeSpace):
-    """Space of all choices in a module of yours, for a `OneShot` and ``fl-lightning search``.
+    """Search space of all choices in a module of yours, for a `OneShot` and ``fl-lightning search``.
 
     Attributes:
         module: class of the module, or import path of the class. The constructor takes ``num_classes`` and

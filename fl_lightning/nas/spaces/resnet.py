@@ -42,7 +42,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 @final
 @dataclass(frozen=True)
 class ResNet(StagedSpace):
-    """ResNet space of Once-for-All: width and depth of every stage, expansion of every block.
+    """ResNet search space of Once-for-All: width and depth per stage, expansion per block.
 
     Attributes:
         stem: channels of the first convolution.
@@ -104,7 +104,7 @@ class ResNet(StagedSpace):
         }
 
     def _stage(self, number: int, before: Size) -> tuple[RepeatedBlocks, Size]:
-        """Return a stage and its number of channels, given that of the stage before."""
+        """Return one stage's blocks and its number of channels; `before` is the previous stage's number."""
         name = f"stage {number + 1}"
         width = size_of(partial(self._channels, number), pick(self.widths, f"{name} width"))
 
@@ -121,7 +121,7 @@ class ResNet(StagedSpace):
 
 
 def small_resnet() -> ResNet:
-    """Return a space for images of 32 pixels: an eighth of the channels, and no strides in the stem."""
+    """Return a ResNet space for images of 32 pixels: an eighth of the channels, no strides in the first layers."""
     return ResNet(
         stem=16,
         channels=(32, 64, 128, 256),
@@ -133,7 +133,7 @@ def small_resnet() -> ResNet:
 
 
 class Bottleneck(nn.Module):
-    """Bottleneck block; parameters have the names of timm's `Bottleneck`.
+    """Bottleneck block of ResNet; parameter names are those of timm's `Bottleneck`.
 
     Args:
         channels_in: channels of the input.
@@ -174,11 +174,11 @@ class Bottleneck(nn.Module):
         return self.act3(shortcut + inside)  # type: ignore[no-any-return]
 
     def residual_branches(self) -> list[nn.Module]:
-        """Return the last layer before the sum with the shortcut."""
+        """Return the last layer of the residual branch, before the shortcut is added."""
         return [self.bn3]
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the layers with the inner channels before, and after, the 3×3 convolution."""
+        """Return the block's two groups of sortable inner channels: before and after the 3×3 convolution."""
         return [
             Channels((self.conv1, self.bn1), (self.conv2,)),
             Channels((self.conv2, self.bn2), (self.conv3,)),
@@ -186,7 +186,7 @@ class Bottleneck(nn.Module):
 
 
 def stem(channels_in: int, channels: int, strides: tuple[int, int]) -> nn.Sequential:
-    """Return the first layers: a convolution, batch norm, ReLU, and a pool if its stride is above 1."""
+    """Return the network's first layers: convolution, batch norm, ReLU; a pool if its stride is above 1."""
     stride, pool = strides
     kernel = 3 if stride == 1 else 7
     return nn.Sequential(

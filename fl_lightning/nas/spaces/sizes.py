@@ -25,35 +25,35 @@ from fl_lightning.nas.spaces.space import Architecture, Decision, SearchSpace
 
 
 class SizeSpace(SearchSpace):
-    """Base of the spaces of sizes; subclasses define `network`.
+    """Base of the search spaces of layer sizes (width, depth, kernel, …); subclasses define `network`.
 
     A supernet is a network whose sizes are choices; ``forward(x, architecture=None)`` runs a sub-network.
     """
 
     @abstractmethod
     def network(self, **shape: int) -> SizedNetwork:
-        """Construct a network (num_classes, in_channels) with the choices of the active `Building`."""
+        """Construct the space's network; its sizes are choices, or numbers if a single architecture is built."""
 
     @cached_property
     def found(self) -> Building:
-        """Choices of the network, and the repeated blocks that contain each."""
+        """Choices in the network by label, each with the repeated blocks that contain it."""
         with torch.device("meta"), Building() as found:
             self.network(num_classes=10, in_channels=3)
         return found
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
-        """One decision per label of a choice."""
+        """Decisions of the space: one per label of a choice."""
         return tuple(Decision(label, choice.names) for label, choice in self.found.choices.items())
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Kind of size of every decision, e.g. ``"kernel"``: the last word of the label."""
+        """Kind of size that each decision sets, e.g. ``"kernel"``: the last word of its label."""
         return tuple(label.split()[-1] for label in self.found.choices)
 
     @cached_property
     def most_options(self) -> dict[str, int]:
-        """Largest number of options of a decision, by kind of size."""
+        """Largest number of options that a decision has, by kind of size."""
         most: dict[str, int] = {}
         for kind, decision in zip(self.kinds, self.decisions, strict=True):
             most[kind] = max(len(decision.options), most.get(kind, 0))
@@ -71,16 +71,16 @@ class SizeSpace(SearchSpace):
 
     @property
     def smallest(self) -> Architecture:
-        """Architecture with the first option of every decision."""
+        """Smallest architecture: the first option of every decision."""
         return self.architecture([0] * len(self.decisions))
 
     @property
     def largest(self) -> Architecture:
-        """Architecture with the last option of every decision."""
+        """Largest architecture: the last option of every decision."""
         return self.architecture([len(decision.options) - 1 for decision in self.decisions])
 
     def architecture(self, choices: Sequence[int]) -> Architecture:
-        """Return the architecture with given choices, of which those without effect become 0."""
+        """Return the architecture with the given choices; choices without effect are set to 0."""
         checked = Architecture(self, tuple(int(choice) for choice in choices))
         active = self.active(checked.choices)
         pairs = zip(checked.choices, active, strict=True)
@@ -88,11 +88,11 @@ class SizeSpace(SearchSpace):
 
     @cached_property
     def size(self) -> int:
-        """Number of different architectures."""
+        """Number of different architectures in the space."""
         return self._count(())
 
     def _count(self, inside: tuple[tuple[str, int], ...]) -> int:
-        """Return the number of different choices in a block, or in the whole network if `inside` is empty."""
+        """Count different settings of the choices in one block; in the whole network if `inside` is empty."""
         found, counts = self.found, []
         depths = {depth for need in found.needs.values() for depth, _ in need}
         for label in (label for label, need in found.needs.items() if need == inside):
@@ -109,12 +109,12 @@ class SizeSpace(SearchSpace):
         return iter(dict.fromkeys(super().enumerate()))
 
     def chosen(self, architecture: Architecture) -> Building:
-        """Return the `Building` of the network of one architecture."""
+        """Return the context in which the space builds the network of one architecture."""
         self.check_own(architecture)
         return Building(dict(zip(self.found.choices, architecture.choices, strict=True)))
 
     def supernet(self, *, num_classes: int, in_channels: int = 3) -> SizedNetwork:
-        """Return a new supernet of the space."""
+        """Build a new supernet: the largest network of the space, which can run every sub-network."""
         with Building() as found:
             network = self.network(num_classes=num_classes, in_channels=in_channels)
         network.choices = list(found.choices.values())
@@ -128,12 +128,12 @@ class SizeSpace(SearchSpace):
             return self.network(num_classes=num_classes, in_channels=in_channels)
 
     def extract(self, supernet: SizedNetwork, architecture: Architecture) -> nn.Module:
-        """Return a plain network with the weights, and so the outputs, of a sub-network."""
+        """Copy a sub-network out of a supernet: return a plain network with its weights and thus its outputs."""
         part = self.build(architecture, **supernet.shape)
         return subnetwork.copy(supernet, part)
 
     def held(self, supernet: SizedNetwork, architecture: Architecture) -> dict[str, Tensor]:
-        """Return the mask of the coordinates that a sub-network uses, bool by parameter name.
+        """Return masks of the supernet's coordinates that a sub-network uses, bool by parameter name.
 
         These are exactly the coordinates that can get a gradient from the sub-network.
         """
@@ -141,7 +141,7 @@ class SizeSpace(SearchSpace):
 
 
 class SizedNetwork(nn.Sequential):
-    """Network of a space of sizes: named modules that run one after the other.
+    """Network of a space of sizes, plain or a supernet: a sequence of named modules.
 
     Args:
         space: space of the network.
@@ -160,7 +160,7 @@ class SizedNetwork(nn.Sequential):
         self.choices: list[ValueChoice] = []
 
     def forward(self, x: Tensor, architecture: Architecture | None = None) -> Tensor:
-        """Return logits (B, num_classes); a supernet runs a sub-network, the largest one if None."""
+        """Return logits (B, num_classes); a supernet runs the given sub-network, by default the largest."""
         if self.choices:
             chosen = self.space.largest if architecture is None else architecture
             self.space.check_own(chosen)
@@ -169,5 +169,5 @@ class SizedNetwork(nn.Sequential):
         return super().forward(x)  # type: ignore[no-any-return,no-untyped-call]
 
     def get_classifier(self) -> nn.Module:
-        """Return the last layer."""
+        """Return the classifier, which is the last layer."""
         return self[-1][-1] if isinstance(self[-1], nn.Sequential) else self[-1]

@@ -27,7 +27,7 @@ MOST_ENUMERATED = 1_000_000
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision of a search space and its options.
+    """One decision of a search space: its name and its options.
 
     Attributes:
         name: name of the decision, e.g. ``"0→1"`` for an edge or ``"stage 2 depth"``.
@@ -40,7 +40,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of a search space; ``str(architecture)`` is the canonical string.
+    """One architecture of a search space; ``str(architecture)`` is a string that `parse` reads back.
 
     Attributes:
         space: space of the architecture.
@@ -68,7 +68,7 @@ class Architecture:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of the chosen options."""
+        """Names of the chosen options, one per decision."""
         pairs = zip(self.choices, self.space.decisions, strict=True)
         return tuple(decision.options[choice] for choice, decision in pairs)
 
@@ -77,29 +77,29 @@ class Architecture:
 
 
 class SearchSpace(ABC):
-    """Base of all spaces; subclasses are frozen dataclasses and define `decisions`."""
+    """Base of all search spaces; subclasses are frozen dataclasses and define `decisions`."""
 
     name: ClassVar[str]
 
     @property
     @abstractmethod
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions, in the order of an architecture's choices."""
+        """Decisions of the space, in the order of `Architecture.choices`."""
 
     @property
     def separators(self) -> tuple[str, ...]:
-        """Text before every option and after the last one in a string; by default for ``name=option|…``."""
+        """Text around the options in an architecture string; by default that of ``name=option|…``."""
         names = [f"{decision.name}=" for decision in self.decisions]
         return (*names[:1], *(f"|{name}" for name in names[1:]), "")
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the string of given choices."""
+        """Return the architecture string for given choices."""
         pairs = zip(self.decisions, choices, strict=True)
         options = [*(decision.options[choice] for decision, choice in pairs), ""]
         return "".join(map("".join, zip(self.separators, options, strict=True)))
 
     def parse(self, text: str) -> Architecture:
-        """Parse the string of an architecture.
+        """Parse an architecture string of this space.
 
         Raises:
             ConfigurationError: if the string is invalid; the message names the position.
@@ -114,20 +114,20 @@ class SearchSpace(ABC):
         return self.architecture(choices)
 
     def architecture(self, choices: Sequence[int]) -> Architecture:
-        """Return the architecture with given choices."""
+        """Return the architecture with the given choices: one option's index per decision."""
         return Architecture(self, tuple(int(choice) for choice in choices))
 
     def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
-        """Return whether each choice has an effect on the network; by default all have."""
+        """Return, for each choice, whether it has an effect on the network; by default all do."""
         return (True,) * len(choices)
 
     @property
     def size(self) -> int:
-        """Number of architectures, of which some may compute the same function."""
+        """Number of architectures in the space; some may compute the same function."""
         return math.prod(len(decision.options) for decision in self.decisions)
 
     def sample(self, generator: torch.Generator) -> Architecture:
-        """Draw an architecture, every option uniformly."""
+        """Draw a random architecture: each decision draws its option uniformly."""
         return self.architecture(
             [
                 int(torch.randint(len(decision.options), (), generator=generator))
@@ -136,7 +136,7 @@ class SearchSpace(ABC):
         )
 
     def enumerate(self) -> Iterator[Architecture]:
-        """Yield all architectures; the last decision varies fastest.
+        """Yield all architectures of the space; the last decision varies fastest.
 
         Raises:
             ConfigurationError: if there are more than a million.
@@ -151,7 +151,7 @@ class SearchSpace(ABC):
         return (self.architecture(choices) for choices in product(*options))
 
     def check_own(self, architecture: Architecture) -> None:
-        """Raise ConfigurationError for an architecture of another space."""
+        """Raise ConfigurationError if an architecture belongs to another space."""
         if architecture.space is not self and architecture.space != self:
             raise ConfigurationError(
                 f"{self.name} cannot use an architecture of another space ({architecture.space.name}) or of other "
@@ -160,7 +160,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def build(self, architecture: Architecture, **shape: Any) -> nn.Module:
-        """Return a new network of an architecture, from images to logits.
+        """Build a new network of one architecture, from images to logits.
 
         Args:
             architecture: architecture of this space.
@@ -187,7 +187,7 @@ class SearchSpace(ABC):
         return Networks(self, side, shape).cost(architecture)
 
     def counted(self, architecture: Architecture, networks: Networks) -> Cost:
-        """Count the cost of a whole network on the meta device; subclasses add up known parts, which is faster."""
+        """Count a network's cost on the meta device; subclasses may add up costs of known parts, which is faster."""
         return _counted(architecture, networks)
 
 
@@ -199,7 +199,7 @@ def _counted(architecture: Architecture, networks: Networks) -> Cost:
 
 @dataclass(frozen=True)
 class Networks:
-    """All networks of a space, for images of one size and a number of classes.
+    """All networks of a search space, for a given image size and number of classes.
 
     Attributes:
         space: space of the networks.
@@ -215,7 +215,7 @@ class Networks:
         return hash((self.space, self.side, *self.shape.items()))
 
     def build(self, architecture: Architecture) -> nn.Module:
-        """Return a new network of an architecture."""
+        """Build a new network of one architecture."""
         return self.space.build(architecture, **self.shape)
 
     def images(self, count: int) -> Tensor:
@@ -235,7 +235,7 @@ class Networks:
 
 
 class ArchitectureReader:
-    """Parser of the string of an architecture, which names the position in error messages.
+    """Parser of architecture strings; its error messages name the position in the string.
 
     Example:
         >>> reader = ArchitectureReader("|skip~0|", "cells")
@@ -253,18 +253,18 @@ is 'skip'; expected the operation: conv, pool
         self.place = 0
 
     def expect(self, piece: str) -> None:
-        """Read a piece of text; raises ConfigurationError if the string has something else here."""
+        """Read an expected piece of text; raise ConfigurationError if the string does not continue with it."""
         if not self.follows(piece):
             self.refuse(f"expected {piece!r}")
 
     def follows(self, piece: str) -> bool:
-        """Read a piece of text if it is next, and return whether it was."""
+        """Read a piece of text if the string continues with it; return whether it did."""
         is_next = self.text.startswith(piece, self.place)
         self.place += len(piece) if is_next else 0
         return is_next
 
     def option(self, options: Sequence[str], what: str) -> int:
-        """Read the longest option that fits (3.5 rather than 3), and return its index.
+        """Read an option's name, the longest that matches (3.5 rather than 3), and return the option's index.
 
         Raises:
             ConfigurationError: if the string has none of the options here; the message names `what`.
@@ -275,18 +275,14 @@ is 'skip'; expected the operation: conv, pool
         return self.refuse(f"expected the {what}: {', '.join(options)}")
 
     def end(self) -> None:
-        """Raise ConfigurationError unless the string ends here."""
+        """Raise ConfigurationError unless the whole string has been read."""
         if self.place < len(self.text):
             self.refuse("expected its end")
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise ConfigurationError with the reason and the current position in the text."""
-        found = self._match(r"\w+|.")
-        where = f"character {self.place + 1} is {found!r}" if found else "it ends there"
+        """Raise ConfigurationError with a reason and the current position in the string."""
+        found = re.compile(r"\w+|.", re.DOTALL | re.ASCII).match(self.text, self.place)
+        where = f"character {self.place + 1} is {found[0]!r}" if found else "it ends there"
         before = self.text[: self.place]
         passed = f"after {before[-40:]!r} " if before else ""
         raise ConfigurationError(f"not an architecture of {self.space}: {passed}{where}; {reason}")
-
-    def _match(self, pattern: str) -> str:
-        match = re.compile(pattern, re.DOTALL | re.ASCII).match(self.text, self.place)
-        return match[0] if match else ""

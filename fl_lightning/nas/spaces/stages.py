@@ -30,7 +30,7 @@ from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Netw
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Blocks of a network that run one after the other.
+    """Blueprint of a network's stage: blocks that run one after the other, and how many run.
 
     Attributes:
         depth: number of blocks that run, a number or a choice.
@@ -42,7 +42,7 @@ class RepeatedBlocks:
 
 
 def repeated(depth: Size, block: Callable[[int], Piece]) -> RepeatedBlocks:
-    """Return a stage of blocks; `block` makes the choices of the block of an index, and returns its piece."""
+    """Describe a stage of repeated blocks; `block` makes the choices of block i and returns its constructor call."""
     blocks = []
     for number in range(most(depth)):
         with inside(depth, number):
@@ -56,7 +56,7 @@ Pieces = Mapping[str, Any]  # Piece, RepeatedBlocks or list of stages
 
 @dataclass(frozen=True)
 class StageLabels:
-    """Labels of the choices of a stage: of the whole stage, of its depth, and of every block."""
+    """Names of a stage's choices: those for the whole stage, one for its depth, and those for each block."""
 
     own: list[str]
     depth: str
@@ -64,7 +64,7 @@ class StageLabels:
 
 
 class StagedSpace(SizeSpace):
-    """Base of the built-in spaces of sizes; subclasses define `letters` and `pieces`.
+    """Base of the built-in spaces of sizes, whose networks have stages; define `letters` and `pieces`.
 
     The label of a choice names the stage, the block if there is one, and the kind of size:
     ``"stage 1 depth"``, ``"stage 1 block 2 kernel"``. The depth of a stage comes after its other sizes.
@@ -77,7 +77,7 @@ class StagedSpace(SizeSpace):
 
     @abstractmethod
     def pieces(self, num_classes: int, in_channels: int) -> Pieces:
-        """Return the pieces of the network by name; choices register with the active `Building`."""
+        """Return the network's modules by name, as constructor calls; their choices join the active `Building`."""
 
     @override
     def network(self, **shape: int) -> SizedNetwork:
@@ -87,7 +87,7 @@ class StagedSpace(SizeSpace):
     def pieces_of(
         self, architecture: Architecture, *, num_classes: int = 10, in_channels: int = 3
     ) -> Pieces:
-        """Return the pieces of an architecture, with numbers as sizes."""
+        """Return the modules of one architecture's network as constructor calls, with numbers as sizes."""
         with self.chosen(architecture):
             return self.pieces(num_classes, in_channels)
 
@@ -99,7 +99,7 @@ class StagedSpace(SizeSpace):
 
     @cached_property
     def stages(self) -> tuple[StageLabels, ...]:
-        """Labels of the choices of every stage."""
+        """Names of the choices in every stage."""
         stages: list[StageLabels] = []
         own: list[str] = []
         for label, needs in self.found.needs.items():
@@ -115,7 +115,7 @@ class StagedSpace(SizeSpace):
         return tuple(stages)
 
     def texts(self, choices: Sequence[int]) -> dict[str, str]:
-        """Return every size as text by label: a letter and a number such as ``k7``."""
+        """Return every size as a letter and a number such as ``k7``, by label of the choice."""
         options = zip(self.decisions, self.kinds, choices, strict=True)
         return {
             decision.name: self.letters.get(kind, "") + decision.options[choice]
@@ -123,7 +123,7 @@ class StagedSpace(SizeSpace):
         }
 
     def text(self, choices: Sequence[int]) -> str:
-        """Return the string of an architecture, e.g. ``k7e6-k3e4|k5e3-k5e3-k3e6``."""
+        """Return an architecture string, e.g. ``k7e6-k3e4|k5e3-k5e3-k3e6``: stages of blocks."""
         texts, stages = self.texts(choices), []
         for stage in self.stages:
             blocks = stage.blocks[: int(texts[stage.depth])]
@@ -133,7 +133,7 @@ class StagedSpace(SizeSpace):
         return "|".join(stages)
 
     def parse(self, text: str) -> Architecture:
-        """Parse the string of an architecture."""
+        """Parse an architecture string, as `text` returns it."""
         reader = ArchitectureReader(text.strip(), self.name)
         chosen: dict[str, int] = {}
         for number, stage in enumerate(self.stages):
@@ -155,7 +155,7 @@ class StagedSpace(SizeSpace):
         return self.architecture([chosen.get(label, 0) for label in self.found.choices])
 
     def _read(self, reader: ArchitectureReader, labels: Sequence[str]) -> dict[str, int]:
-        """Read a letter and a number for each label; return the indices of the options."""
+        """Read a letter and a number for each label; return the index of each option by label."""
         read = {}
         for label in labels:
             where, _, kind = label.rpartition(" ")
@@ -165,14 +165,14 @@ class StagedSpace(SizeSpace):
 
 
 def blocks_of(piece: Any) -> tuple[Piece, ...]:
-    """Return the pieces of blocks that run one after the other; a single module is one block."""
+    """Return the constructor calls of blocks that run in sequence; a single module is one block."""
     if isinstance(piece, list):
         return tuple(block for stage in piece for block in stage.blocks)
     return piece.blocks if isinstance(piece, RepeatedBlocks) else (piece,)
 
 
 def made(piece: Any) -> nn.Module:
-    """Construct the module of a piece, of repeated blocks, or of a list of stages."""
+    """Construct a module from a constructor call, a stage of repeated blocks, or a list of stages."""
     if isinstance(piece, list):
         return nn.Sequential(*map(made, piece))
     if isinstance(piece, RepeatedBlocks):
@@ -182,7 +182,7 @@ def made(piece: Any) -> nn.Module:
 
 
 def finish_settings(space: SearchSpace, **options: Sequence[Number]) -> None:
-    """Check the numbers in the settings of a space, and convert lists to tuples.
+    """Check the numbers among a search space's settings, and convert its lists to tuples.
 
     Args:
         space: frozen dataclass whose fields are numbers and lists of numbers, e.g. from YAML.

@@ -26,7 +26,7 @@ from fl_lightning.nas.spaces.elastic import ElasticDepthwise
 
 
 def copy(supernet: nn.Module, part: nn.Module) -> nn.Module:
-    """Copy weights and statistics of a supernet into a plain network, in place; returns the plain network.
+    """Copy a sub-network's weights and statistics from a supernet into a plain network, and return it.
 
     Args:
         supernet: network with elastic layers.
@@ -46,7 +46,7 @@ def copy(supernet: nn.Module, part: nn.Module) -> nn.Module:
 
 
 def held(supernet: nn.Module, build: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    """Return the mask of the coordinates that a sub-network uses, bool by parameter name of the supernet.
+    """Return masks of the coordinates a sub-network uses, bool by parameter name of the supernet.
 
     Args:
         supernet: network with elastic layers.
@@ -71,12 +71,12 @@ def held(supernet: nn.Module, build: Callable[[], nn.Module]) -> dict[str, Tenso
 
 
 def first(whole: Tensor, shape: torch.Size) -> Tensor:
-    """Return a view of the leading block of a tensor with a given shape."""
+    """Return a view of a tensor's leading entries, in the given shape."""
     return whole[tuple(slice(length) for length in shape)]
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that directly own parameters or buffers."""
+    """Yield, with their names, the modules that directly own parameters or buffers."""
     for name, layer in network.named_modules():
         if next(_own_tensors(layer), None) is not None:
             yield name, layer
@@ -89,7 +89,7 @@ def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Channels:
-    """Inner channels of a block, which can be reordered without changing the block's output.
+    """Group of inner channels of a block, which can be reordered without changing the block's output.
 
     Attributes:
         out: layers with the channels as outputs, norms among them.
@@ -102,7 +102,7 @@ class Channels:
     features: int = 1
 
     def places(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield all weights and buffers that have the channels as a dimension, with its number."""
+        """Yield each tensor that has this group of channels along a dimension, with the index of that dimension."""
         for layer in self.out:
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
                 if tensor.ndim:  # a batch norm counts its batches in a scalar
@@ -112,13 +112,13 @@ class Channels:
 
     @property
     def importance(self) -> Tensor:
-        """L1 norm of the weights of each channel in the next layer, shape (channels,)."""
+        """Importance of each channel, shape (channels,): L1 norm of its weights in the layer that reads it."""
         weights: Tensor = self.into[-1].weight.data.unflatten(1, (-1, self.features))
         return weights.abs().transpose(0, 1).flatten(1).sum(1)
 
 
 def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
-    """Return the channels in the order of falling importance; equal ones keep their order.
+    """Return channel indices by falling importance; channels of equal importance keep their order.
 
     Args:
         importance: importance of each channel, shape (channels,).
@@ -139,7 +139,7 @@ def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
 
 
 def sort_channels(network: nn.Module, trained: Iterable[nn.Module] = ()) -> None:
-    """Sort the inner channels of every block of a supernet by importance, in place.
+    """Sort the inner channels of all blocks of a supernet by importance, in place.
 
     The outputs of the largest network do not change; narrower networks get the most important channels. The
     state of an optimizer is not sorted: reset it.

@@ -44,7 +44,7 @@ from fl_lightning.nas.spaces.subnetwork import Channels
 @final
 @dataclass(frozen=True)
 class ViT(StagedSpace):
-    """Vision transformer space of AutoFormer: features, depth, heads and MLP ratio of every block.
+    """Vision transformer search space of AutoFormer: features and depth; heads and MLP ratio per block.
 
     Attributes:
         image_side: height and width of the images, in pixels.
@@ -85,7 +85,7 @@ class ViT(StagedSpace):
 
     @property
     def patches(self) -> int:
-        """Number of patches of an image."""
+        """Number of patches per image."""
         return (self.image_side // self.patch) ** 2
 
     @override
@@ -126,7 +126,7 @@ class ViT(StagedSpace):
 
 
 def small_vit() -> ViT:
-    """Return a space that trains on a laptop: 32 pixels, heads of 16 features, up to 6 blocks."""
+    """Return a ViT space that trains on a laptop: 32 pixels, heads of 16 features, up to 6 blocks."""
     return ViT(
         features=(32, 48, 64),
         heads=(2, 3, 4),
@@ -137,13 +137,13 @@ def small_vit() -> ViT:
 
 
 def fitting_norm(features: Size) -> nn.LayerNorm:
-    """Return a layer norm with timm's epsilon."""
+    """Return a layer norm with timm's epsilon; its number of features may be a choice."""
     norm: nn.LayerNorm = fitting(ElasticLayerNorm, features, eps=1e-6)
     return norm
 
 
 class Mlp(nn.Module):
-    """MLP of a block: two linear layers with a GELU between."""
+    """MLP of a transformer block: two linear layers with a GELU between them."""
 
     def __init__(self, features: Size, hidden: Size) -> None:
         super().__init__()
@@ -152,12 +152,12 @@ class Mlp(nn.Module):
         self.fc2 = fitting(ElasticLinear, hidden, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the shape of x."""
+        """Return the MLP's output, in the shape of x."""
         return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
 
 
 class TransformerBlock(nn.Module):
-    """Transformer block: attention and MLP, each with a norm before and a shortcut."""
+    """Transformer block: attention, then MLP, each with a layer norm before it and a shortcut around it."""
 
     def __init__(self, features: Size, heads: Size, head_features: int, ratio: Size) -> None:
         super().__init__()
@@ -167,35 +167,35 @@ class TransformerBlock(nn.Module):
         self.mlp = Mlp(features, size_of(lambda width, times: int(width * times), features, ratio))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the shape of x, (batch, tokens, features)."""
+        """Return the block's output in the shape of x, (batch, tokens, features)."""
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
     def residual_branches(self) -> list[nn.Module]:
-        """Return the modules whose outputs are added to the tokens."""
+        """Return the modules of the residual branches: attention and MLP, whose outputs are added to the tokens."""
         return [self.attn, self.mlp]
 
     def hidden_channels(self) -> list[Channels]:
-        """Return the layers with the heads, and those with the inner features of the MLP."""
+        """Return the block's groups of sortable channels: attention heads, and inner features of the MLP."""
         attn = self.attn
         heads = (attn.query, attn.key, attn.value), (attn.proj,), attn.head_features
         return [Channels(*heads), Channels((self.mlp.fc1,), (self.mlp.fc2,))]
 
 
 class PatchEmbedding(nn.Module):
-    """Embedding of non-overlapping patches of an image as tokens."""
+    """Layer that embeds the non-overlapping patches of an image as tokens."""
 
     def __init__(self, channels: int, features: Size, patch: int) -> None:
         super().__init__()
         self.proj = fitting(ElasticConv2d, channels, features, patch, stride=patch)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, patches, features)."""
+        """Return one token per patch, (batch, patches, features)."""
         return self.proj(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class Tokens(nn.Module):
-    """Class token before the patches, and learned positions of all tokens."""
+    """Layer that puts a class token before the patches, and adds learned positions to all tokens."""
 
     def __init__(self, features: Size, patches: int) -> None:
         super().__init__()
@@ -205,15 +205,15 @@ class Tokens(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, patches + 1, features)."""
+        """Return the tokens with class token and positions, (batch, patches + 1, features)."""
         width = x.shape[2]
         first = self.cls_token[..., :width].expand(len(x), -1, -1)
         return torch.cat([first, x], 1) + self.pos_embed[..., :width]
 
 
 class FirstToken(nn.Module):
-    """Selects the first token, which the classifier reads."""
+    """Layer that keeps only the first token (the class token), for the classifier."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, features)."""
+        """Return the first token, (batch, features)."""
         return x[:, 0]

@@ -37,7 +37,7 @@ _MORE_DRAWS = 100  # then a candidate of another bin is used, as in the released
 @final
 @dataclass(frozen=True)
 class Attentive(Method):
-    """AttentiveNAS: a sandwich whose drawn sub-networks are the best or worst of several of similar cost.
+    """AttentiveNAS: the sandwich rule, where each drawn sub-network is the best or worst of several of similar cost.
 
     Candidates are cut to the largest network that the client can afford, and compared by their loss on the
     step's batch.
@@ -48,7 +48,7 @@ class Attentive(Method):
         num_drawn: number of sub-networks per step that train beside the largest and the smallest, at
             least 0.
         num_bins: number of bins of multiply-adds, at least 1.
-        pool: number of uniformly drawn sub-networks for the frequencies of the bins, at least 1.
+        pool: number of uniformly drawn sub-networks from which the histogram is made, at least 1.
     """
 
     keep: Keep = "best"
@@ -70,7 +70,7 @@ class Attentive(Method):
         return sandwich_loss(step, drawn)
 
     def _kept(self, bins: CostBins, step: Step) -> Architecture:
-        """Return the candidate of a drawn bin with the lowest (or highest) loss; the first of equal ones."""
+        """Draw a cost bin and candidates from it; return the candidate with the lowest (or highest) loss."""
         number = int(torch.multinomial(bins.shares, 1, generator=step.generator))
         drawn = [bins.draw(number, step.generator) for _ in range(self.num_candidates)]
         candidates = [within(candidate, step.limit) for candidate in drawn]
@@ -81,7 +81,7 @@ class Attentive(Method):
 
 
 class CostBins:
-    """Histogram of the costs of random sub-networks, with the frequencies of options in every bin.
+    """Histogram of random sub-networks' costs; for each bin, how often its sub-networks have each option.
 
     Args:
         space: space of the sub-networks.
@@ -125,11 +125,11 @@ class CostBins:
         return (found - 1).clamp(0, len(self.edges) - 2)
 
     def of(self, cost: float) -> int:
-        """Return the index of the bin of a cost."""
+        """Return the index of the bin that contains a cost."""
         return int(self._bins([cost]))
 
     def draw(self, number: int, generator: torch.Generator) -> Architecture:
-        """Return a random sub-network of a bin; of another bin if 101 draws are not in it."""
+        """Draw a sub-network whose cost is in a bin; after 101 failed draws return one of another bin."""
         for _ in range(1 + _MORE_DRAWS):
             choices = torch.multinomial(self.options[number], 1, generator=generator)
             drawn = self.space.architecture(choices.flatten().tolist())
@@ -140,6 +140,6 @@ class CostBins:
 
 @lru_cache(maxsize=4)  # a pure function that takes two seconds
 def bins_by_flops(networks: Networks, **options: int) -> CostBins:
-    """Return the histogram of the multiply-adds of random sub-networks."""
+    """Return a histogram of random sub-networks by multiply-adds."""
     space: Any = networks.space
     return CostBins(space, lambda one: networks.cost(one).flops, **options)

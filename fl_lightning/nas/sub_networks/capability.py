@@ -40,7 +40,7 @@ from fl_lightning.nas.spaces.space import Architecture, Networks
 
 
 class Budget(NamedTuple):
-    """Upper bound on the cost of the networks that a client trains.
+    """A client's compute budget: upper bound on the cost of the networks it trains.
 
     Attributes:
         amount: largest cost: in the measure of the capability, or in milliseconds with a latency file.
@@ -52,14 +52,14 @@ class Budget(NamedTuple):
 
 
 class Capability(ABC):
-    """Base of the assignments of budgets to clients."""
+    """Base of the ways to give each client a compute budget."""
 
     measure: Measure
     relative: bool | None
 
     @abstractmethod
     def budgets(self, num_clients: int) -> list[Budget]:
-        """Return the budget of every client.
+        """Return each client's compute budget, by client number.
 
         Raises:
             ConfigurationError: if the budget of a client is missing.
@@ -69,7 +69,7 @@ class Capability(ABC):
 @final
 @dataclass(frozen=True)
 class DeviceClasses(Capability):
-    """Assigns every client at random to a class of devices, and so to a budget.
+    """Compute budgets by device class: each client is assigned to a class at random.
 
     Attributes:
         budgets_of_classes: budget of every class.
@@ -95,7 +95,7 @@ class DeviceClasses(Capability):
 
     def __post_init__(self) -> None:
         budgets, shares = list(self.budgets_of_classes), self.shares
-        if not budgets or not all(_is_budget(budget) for budget in budgets):
+        if not budgets or not all(0 < budget < math.inf for budget in budgets):
             raise ConfigurationError(
                 f"budgets_of_classes must be one number per class, above 0 and finite, got {budgets}"
             )
@@ -115,7 +115,7 @@ class DeviceClasses(Capability):
             object.__setattr__(self, "relative", files is None)
 
     def budgets(self, num_clients: int) -> list[Budget]:
-        """Return the budget of every client; sizes of classes differ from their shares by at most one client."""
+        """Return each client's budget; sizes of device classes differ from their shares by at most one client."""
         amounts = self.budgets_of_classes
         files: Sequence[str | None] = self.latency_files or [None] * len(amounts)
         pairs = zip(amounts, files, strict=True)
@@ -131,7 +131,7 @@ class DeviceClasses(Capability):
 @final
 @dataclass(frozen=True)
 class BudgetTable(Capability):
-    """Reads the budget of every client from a CSV file with the columns ``client`` and ``budget``.
+    """Compute budgets from a CSV file with the columns ``client`` and ``budget``.
 
     A third column, ``latency``, may name a file of ``fl-lightning latency`` for the client's device: the
     client's budget is then in milliseconds.
@@ -165,7 +165,7 @@ class BudgetTable(Capability):
                 f"budgets {self.path}: there is no row for client {missing[0]}: give one for each of the "
                 f"{num_clients} clients, 0 to {num_clients - 1}"
             )
-        broken = [client for client, budget in found.items() if not _is_budget(budget.amount)]
+        broken = [client for client, own in found.items() if not 0 < own.amount < math.inf]
         if broken:
             raise ConfigurationError(
                 f"budgets {self.path}: a budget must be above 0 and finite, and that of client {broken[0]} is "
@@ -175,7 +175,7 @@ class BudgetTable(Capability):
 
 
 def limits(capability: Capability, networks: Networks, num_clients: int) -> list[Architecture]:
-    """Return the largest sub-network that each client can afford.
+    """Return, for each client, the largest sub-network that its compute budget allows.
 
     Raises:
         ConfigurationError: if a client cannot afford the smallest, or a latency file is for other networks.
@@ -202,7 +202,7 @@ def limits(capability: Capability, networks: Networks, num_clients: int) -> list
 
 
 def affordable(networks: Networks, most: Mapping[str, float]) -> Architecture:
-    """Return the largest sub-network within several bounds on its cost.
+    """Return the largest sub-network whose cost is within bounds on several measures.
 
     Args:
         networks: networks of a space of sizes.
@@ -226,7 +226,7 @@ def affordable(networks: Networks, most: Mapping[str, float]) -> Architecture:
 
 
 def within(architecture: Architecture, limit: Architecture) -> Architecture:
-    """Return an architecture with every size reduced to at most the size in the limit.
+    """Cut an architecture to a limit: reduce each size to at most that of the limit's architecture.
 
     Example:
         >>> from fl_lightning.nas.spaces.resnet import small_resnet
@@ -239,7 +239,7 @@ def within(architecture: Architecture, limit: Architecture) -> Architecture:
 
 
 def reach(space: SizeSpace, supernet: SizedNetwork, limit: Architecture) -> dict[str, Tensor]:
-    """Return the mask of all coordinates that sub-networks inside a limit use, bool by parameter name.
+    """Return masks of all coordinates that a client's sub-networks within its limit use, bool by parameter name.
 
     The limit does not use all of them: a smaller kernel is computed from a larger one by a matrix that only
     networks with the smaller kernel use. So the result is the union over the limit and the networks with one
@@ -257,14 +257,10 @@ def reach(space: SizeSpace, supernet: SizedNetwork, limit: Architecture) -> dict
     return masks
 
 
-def _is_budget(value: float) -> bool:
-    return 0 < value < math.inf
-
-
 def largest_within(
     space: SizeSpace, cost: Callable[[Architecture], float], budget: float
 ) -> Architecture:
-    """Return a sub-network within a budget in which no single size can be raised.
+    """Return a sub-network within a cost budget, such that raising any single size would exceed the budget.
 
     Args:
         space: space of sizes.

@@ -55,19 +55,19 @@ _BYTES = 8  # per number in a sum
 
 
 def batch_norms(network: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the batch norms of a network with their names."""
+    """Yield the batch norm layers of a network, with their names."""
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm):
             yield name, layer
 
 
 def has_statistics(network: nn.Module) -> bool:
-    """True if the network has batch norms with running statistics."""
+    """True if any batch norm of the network has running statistics."""
     return any(norm.running_mean is not None for _, norm in batch_norms(network))
 
 
 def check_personal(personal: Personalisation | None, network: nn.Module) -> None:
-    """Raise ConfigurationError for personal models beside the shared one if the network has batch norm."""
+    """Raise ConfigurationError if clients have personal models beside a shared network with batch norm."""
     if personal is not None and personal.beside and has_statistics(network):
         raise ConfigurationError(
             f"federation.personal {type(personal).__name__} gives each client a model beside the shared one, and "
@@ -84,7 +84,7 @@ def recalibrated(
     *,
     remote: SumsOfOwners | None = None,
 ) -> tuple[list[Sums], int]:
-    """Return the batch norm sums of sub-networks over training examples; all processes call this.
+    """Return sums for sub-networks' batch norm statistics, over training examples; every process must call this.
 
     The network does not change.
 
@@ -123,7 +123,7 @@ def sums_of_owners(
     examples: TrainingExamples,
     owners: Iterable[int],
 ) -> Iterator[list[Sums]]:
-    """Yield the batch norm sums of every sub-network over the examples of each owner, on the CPU."""
+    """Yield, for each owner of examples (client), every sub-network's sums for batch norm statistics, on the CPU."""
     with visiting(trainer, "validation", mode="eval") as visit:
         for owner in owners:
             found: list[Sums] = []
@@ -140,7 +140,7 @@ def _run(network: nn.Module, context: Context, architecture: Any, batch: Any) ->
 
 
 def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]) -> Sums:
-    """Return counts, sums and sums of squares of the inputs of every batch norm that runs, per channel.
+    """Return count, sum and sum of squares, per channel, of the inputs of each batch norm that runs.
 
     The network does not change.
 
@@ -166,7 +166,7 @@ def collect_sums(network: nn.Module, run: Callable[[Any], Any], batches: Iterabl
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Add the batch norm sums of one sub-network over two sets of examples.
+    """Add a sub-network's sums for batch norm statistics over two sets of examples.
 
     Raises:
         ConfigurationError: if the sums are of sub-networks of different sizes.
@@ -181,11 +181,11 @@ def add_sums(left: Sums, right: Sums) -> Sums:
 
 
 def apply_sums(network: nn.Module, sums: Sums) -> None:
-    """Write means and variances, computed from sums, into the batch norms of a network.
+    """Compute batch norm means and variances from sums of inputs, and write them into a network.
 
     Args:
         network: a plain network, or a supernet, where only the first channels are written.
-        sums: sums over all examples.
+        sums: count, sum and sum of squares of each batch norm's inputs, over all examples.
 
     Raises:
         ConfigurationError: if a layer saw fewer than two values per channel.
@@ -200,11 +200,11 @@ def apply_sums(network: nn.Module, sums: Sums) -> None:
 
 @contextmanager
 def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
-    """Context in which batch norms normalise by means and variances computed from sums; for evaluation mode.
+    """Return a context in which batch norms use means and variances computed from sums (evaluation mode only).
 
     Args:
         network: network with the batch norms; layers that the sums do not name are unchanged.
-        sums: sums over all examples.
+        sums: count, sum and sum of squares of each batch norm's inputs, over all examples.
 
     Raises:
         ConfigurationError: if a layer saw fewer than two values per channel.
@@ -242,7 +242,7 @@ def _add(sums: Sums, name: str, x: Tensor) -> None:
 
 @contextmanager
 def _batch_statistics(network: nn.Module, norms: Collection[nn.Module]) -> Iterator[None]:
-    """Context in evaluation mode in which batch norms use their batch; restores modes and buffers."""
+    """Return a context in evaluation mode in which batch norms use their batch; then restore modes and buffers."""
     buffers = [buffer for layer in norms for buffer in layer.buffers(recurse=False)]
     kept = [buffer.clone() for buffer in buffers]
     with modes_kept(network):
@@ -261,7 +261,7 @@ _LEAST_BATCH = 128  # statistics of smaller batches are coarse
 
 @dataclass(frozen=True, eq=False)
 class TrainingExamples:
-    """Random training examples of each owner (a client, or the whole training set in a central run).
+    """Random training examples by owner: a client, or the whole training set in a central run.
 
     Attributes:
         owners: the owners and their examples; batches here may be larger than `ExampleOwners.batch_size`.
@@ -277,7 +277,7 @@ class TrainingExamples:
     def of(
         cls, trainer: Trainer, *, max_examples: int | None, seed: int
     ) -> TrainingExamples | None:
-        """Return training examples of a run; None if it has none, e.g. if `Trainer.test` was given a loader.
+        """Return random training examples of a run; None without training data, e.g. in `Trainer.test` with a loader.
 
         Args:
             trainer: trainer with the training data.
@@ -296,12 +296,12 @@ class TrainingExamples:
         return cls(owners, counts, seed)
 
     def share(self, ranks: Ranks) -> list[int]:
-        """Return the numbers of the owners whose examples this process reads."""
+        """Return the numbers of the owners (clients) whose examples this process reads."""
         mine: list[int] = shares(self.owners.shards.num_examples, ranks.size)[ranks.rank].tolist()
         return mine
 
     def batches(self, owner: int) -> Iterator[Any]:
-        """Yield an owner's batches of at least two examples, because a single one has no variance."""
+        """Yield an owner's examples in batches of at least two, since one example has no variance."""
         indices = self.owners.shards[owner]
         order = torch.randperm(
             len(indices), generator=torch_generator(self.seed, "recalibration", owner)
@@ -337,7 +337,7 @@ def training_accuracies(
     architectures: Sequence[Any],
     examples: TrainingExamples,
 ) -> list[float] | None:
-    """Return the accuracies of sub-networks on training examples, in [0, 1]; None if no owner has two examples.
+    """Return each sub-network's accuracy on training examples, in [0, 1]; None if no client has two examples.
 
     Arguments are those of `recalibrated`. All processes call this; the network does not change.
     """
@@ -359,7 +359,7 @@ def _counted(
     batches: Iterable[tuple[Tensor, Tensor]],
     context: Context,
 ) -> tuple[Tensor, int]:
-    """Return the number of correct answers of each sub-network with its sums, and of examples."""
+    """Return how many answers of each sub-network, under its batch norm statistics, are correct, and the total."""
     right, total = torch.zeros(len(parts), dtype=torch.int64), 0
     with torch.no_grad():
         for images, labels in batches:
@@ -378,7 +378,7 @@ Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 @final
 @dataclass(frozen=True, eq=False)
 class SubNetworkScore:
-    """Accuracy of a sub-network on validation examples, as the objective of a search; deterministic.
+    """Search score of a sub-network: its accuracy on validation examples, deterministic.
 
     Attributes:
         network: trained network whose ``forward(images, architecture)`` runs a sub-network.

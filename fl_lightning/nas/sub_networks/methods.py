@@ -42,7 +42,7 @@ from fl_lightning.nas.sub_networks.capability import within
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Inputs of a method in a local step: networks, functions for logits and losses, a random generator.
+    """Inputs for a training method in one local step: largest sub-network, logits, losses, random generator.
 
     Attributes:
         limit: largest sub-network that the client trains.
@@ -70,35 +70,35 @@ class Step:
 
     @property
     def space(self) -> SizeSpace:
-        """Space of the sub-networks."""
+        """Search space of the sub-networks."""
         space = self.limit.space
         assert isinstance(space, SizeSpace)
         return space
 
     def drawn(self) -> Architecture:
-        """Return a uniformly drawn sub-network, whose sizes are cut to those of the limit."""
+        """Draw a random sub-network, and cut its sizes to the largest that the client trains."""
         return within(self.space.sample(self.generator), self.limit)
 
 
 class Method(ABC):
-    """Base of the training methods of a `OneShot`; subclasses are frozen dataclasses."""
+    """Base of the methods by which a `OneShot` trains sub-networks; subclasses are frozen dataclasses."""
 
     @abstractmethod
     def loss(self, step: Step) -> Tensor:
-        """Return the loss of a local step, averaged over the sub-networks that train."""
+        """Return a local step's loss, averaged over the sub-networks that the step trains."""
 
     def check(self, space: SizeSpace) -> None:  # noqa: B027 - most methods train any space
-        """Raise ConfigurationError for a space that the method cannot train."""
+        """Raise ConfigurationError if the method cannot train this search space."""
 
     def factor(self, schedule: Schedule, space: SizeSpace, round_: int, num_rounds: int) -> float:
-        """Return the factor of the learning rate in a round; by default that of the schedule."""
+        """Return the factor on the learning rate in a round; by default that of the schedule."""
         return schedule.factor(round_, num_rounds)
 
 
 @final
 @dataclass(frozen=True)
 class RandomPath(Method):
-    """Trains uniformly drawn sub-networks by labels.
+    """Single-path training: in each step uniformly drawn sub-networks learn from labels.
 
     Attributes:
         num_drawn: number of sub-networks per step, at least 1.
@@ -118,7 +118,7 @@ class RandomPath(Method):
 @final
 @dataclass(frozen=True)
 class Sandwich(Method):
-    """BigNAS: the largest network learns from labels, the smallest and drawn ones learn from the largest.
+    """Sandwich rule of BigNAS: the largest network learns from labels, and teaches the smallest and drawn ones.
 
     Attributes:
         num_drawn: number of drawn sub-networks per step, at least 0.
@@ -135,7 +135,7 @@ class Sandwich(Method):
 
 
 def sandwich_loss(step: Step, drawn: Sequence[Architecture]) -> Tensor:
-    """Return the mean of the largest network's loss on labels and the others' distillation losses.
+    """Return the mean loss of a sandwich step: the largest network's on labels, the others' by distillation.
 
     Drawn networks that equal the largest are left out: they would learn from themselves.
 
@@ -150,7 +150,7 @@ def sandwich_loss(step: Step, drawn: Sequence[Architecture]) -> Tensor:
 
 
 def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the cross entropy of a student's logits to a teacher's probabilities, averaged over examples.
+    """Return the cross entropy between teacher's and student's class probabilities, averaged over examples.
 
     Args:
         student: logits of the student, shape (batch, num_classes).
@@ -171,7 +171,7 @@ def _mean(losses: Iterable[Tensor]) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Shrinking(Method):
-    """Progressive shrinking of Once-for-All: smaller options join over the rounds.
+    """Progressive shrinking of Once-for-All: first the largest network trains, then smaller options join by phases.
 
     Attributes:
         rounds: number of rounds of each phase: the largest network alone, then one phase per option that
@@ -235,12 +235,12 @@ class Shrinking(Method):
             )
 
     def order_in(self, space: SizeSpace) -> tuple[str, ...]:
-        """Return the kinds of size in the order in which they shrink."""
+        """Return the kinds of size (kernel, depth, …) in the order in which smaller options join."""
         published = sorted(space.most_options, key=lambda kind: _FIRST.get(kind, len(_FIRST)))
         return tuple(published) if self.order is None else self.order
 
     def starts(self, space: SizeSpace, num_rounds: int = 0) -> list[int]:
-        """Return the first round of every phase, for a run of a number of rounds."""
+        """Return the first round of each shrinking phase, for a run of `num_rounds` rounds."""
         most = space.most_options
         phases = 1 + sum(most[name] - 1 for name in self.order_in(space))
         if self.rounds is None:
@@ -248,11 +248,11 @@ class Shrinking(Method):
         return [0, *accumulate(self.rounds[:-1])]
 
     def phase(self, space: SizeSpace, round_: int, num_rounds: int = 0) -> int:
-        """Return the index of the phase of a round, in a run of a number of rounds."""
+        """Return the index of the shrinking phase that a round belongs to."""
         return sum(round_ >= start for start in self.starts(space, num_rounds)[1:])
 
     def kept(self, space: SizeSpace, round_: int, num_rounds: int = 0) -> list[int]:
-        """Return the number of options of every decision that train in a round; the largest ones join first."""
+        """Return, for each decision, how many of its options train in a round, counted from the largest option."""
         left, most = self.phase(space, round_, num_rounds), space.most_options
         joined = dict.fromkeys(most, 0)
         for name in self.order_in(space):
@@ -262,7 +262,7 @@ class Shrinking(Method):
         return [min(1 + joined[kind], len(decision.options)) for kind, decision in pairs]
 
     def sample(self, space: SizeSpace, kept: Sequence[int], generator: Generator) -> Architecture:
-        """Return a sub-network, every size drawn uniformly from its largest options, as many as `kept` says."""
+        """Draw a sub-network uniformly from the options that train now: each decision's `kept` largest ones."""
         choices = []
         for decision, number in zip(space.decisions, kept, strict=True):
             drawn = int(torch.randint(number, (), generator=generator))
@@ -280,7 +280,7 @@ class Shrinking(Method):
 
     @override
     def loss(self, step: Step) -> Tensor:
-        """Return the mean loss of the step's networks; in the first phase of the largest network alone."""
+        """Return the mean loss of the sub-networks that train; in the first phase the loss of the largest alone."""
         when = step.space, step.round_, step.num_rounds
         if self.phase(*when) == 0:
             return step.labels_loss(step.whole(step.limit))

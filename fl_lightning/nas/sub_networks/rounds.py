@@ -34,7 +34,7 @@ from fl_lightning.reports.progress import federation_of
 
 
 class CurrentClient(Stage):
-    """Stage that records which client trains now.
+    """Federation stage that records which client is training at the moment.
 
     Attributes:
         client: id of the client that trains now; None between clients.
@@ -49,7 +49,7 @@ class CurrentClient(Stage):
 
     @contextmanager
     def around(self, training: LocalTraining) -> Iterator[None]:
-        """Record which client is training, while it trains."""
+        """Record the client's id while it trains."""
         before, self.client = self.client, training.work.client_id
         try:
             yield
@@ -58,7 +58,7 @@ class CurrentClient(Stage):
 
 
 class SubNetworkRounds(Callback):
-    """Callback of every `OneShot`: client budgets, sorting of channels, recalibration of batch norm.
+    """Callback of every `OneShot`: applies client budgets, sorts channels and recalibrates batch norm.
 
     Attributes:
         unprotected: description of the values of clients that ε does not cover; None if there are none.
@@ -77,11 +77,11 @@ class SubNetworkRounds(Callback):
 
     @property
     def client(self) -> int | None:
-        """Id of the client that trains now; None in a central run."""
+        """Id of the client that is training; None in a central run."""
         return None if self._current is None else self._current.client
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the run, and add the stage that records which client trains.
+        """Check the run's options; in a federation, compute client limits and record which client trains.
 
         Raises:
             ConfigurationError: for a capability without clients, limits of sites without a capability, a
@@ -121,12 +121,12 @@ class SubNetworkRounds(Callback):
         federation.add(self._current)
 
     def limit_of(self, client: int | None) -> Architecture:
-        """Return the largest sub-network that a client trains: the largest of all without a budget."""
+        """Return the largest sub-network that a client trains; without budgets, the largest of the space."""
         largest: Architecture = self._module.space.largest
         return largest if self._limits is None or client is None else self._limits[client]
 
     def client_masks(self) -> MaskOfClient | None:
-        """Return the function that computes the mask of a client; None without a capability."""
+        """Return a function from client to mask of the coordinates it trains; None if clients have no budgets."""
         return None if self._limits is None else self._mask
 
     def _mask(self, client: int) -> Mapping[str, Tensor]:
@@ -137,7 +137,7 @@ class SubNetworkRounds(Callback):
         return self._masks[limit]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the teacher if the first phase has ended; sort the channels if a narrower width joins."""
+        """Copy the weights for a frozen teacher after the first phase; sort channels if a narrower width joins."""
         if self._is_at_site:
             return  # the server does, and sends the model
         module: Any = pl_module
@@ -152,11 +152,11 @@ class SubNetworkRounds(Callback):
         sort_before_round(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights of the frozen teacher."""
+        """Return the frozen teacher's weights, None before there is a teacher."""
         return {"teacher": self.teacher}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the weights of the frozen teacher."""
+        """Restore the frozen teacher's weights."""
         self.teacher = state_dict["teacher"]
 
     def on_train_batch_end(
@@ -167,7 +167,7 @@ class SubNetworkRounds(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Recompute statistics at the end of a round without validation, before checkpoints are saved."""
+        """Recompute batch norm statistics after a round without validation, before checkpoints are saved."""
         if trainer.is_last_batch and not (trainer.enable_validation or self._is_at_site):
             self._module.recalibrate()
 
@@ -178,7 +178,7 @@ _MEMORIES = ("correction", "personal", "updates", "asynchronous", "client_state"
 
 
 def check_shrinking(trainer: Trainer, method: Any) -> None:
-    """Raise ConfigurationError if phases have no length, or the run has a state that cannot be sorted."""
+    """Raise ConfigurationError if shrinking phases have no length, or a stored state prevents sorting channels."""
     if not isinstance(method, Shrinking):
         return
     if method.rounds is None and (trainer.max_epochs or -1) < 1:
@@ -203,7 +203,7 @@ def check_shrinking(trainer: Trainer, method: Any) -> None:
 
 
 def sort_before_round(trainer: Trainer, module: Any) -> None:
-    """Sort the channels if a narrower width joins in this round, and reset the optimizer's state."""
+    """Sort channels by importance if a narrower width joins in this round, and reset the optimizer's state."""
     method, round_, space = module.method, trainer.current_epoch, module.space
     if not (isinstance(method, Shrinking) and method.sort) or round_ == 0:
         return
@@ -228,7 +228,7 @@ def sort_before_round(trainer: Trainer, module: Any) -> None:
 
 
 def _narrower(space: SizeSpace, kept: Sequence[int]) -> list[Architecture]:
-    """Return the deepest network of every width below the largest, among the largest `kept` options."""
+    """Return the deepest network of every width below the largest, among the widths that already train."""
     found = []
     for steps in range(1, max(kept)):
         choices = [

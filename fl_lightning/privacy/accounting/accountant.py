@@ -48,7 +48,7 @@ _LEAST = 0.2
 
 @dataclass(frozen=True)
 class Accountant:
-    """Computes ε after a number of rounds that all have the same sampling and noise.
+    """Computes ε of client-level privacy for rounds of equal sampling and Gaussian noise.
 
     Args:
         sampling: sampling of the cohorts.
@@ -71,7 +71,7 @@ class Accountant:
 
     @property
     def method_used(self) -> Method:
-        """The method, or RDP if the sampling has no other."""
+        """Accounting method in use: ``method``, but always ``rdp`` for cohorts of fixed size."""
         return "rdp" if self.sampling.kind == "fixed" else self.method
 
     def epsilon(self, rounds: int, delta: float, *, quick: bool = False) -> float:
@@ -113,7 +113,7 @@ def _library() -> Any:
 
 @lru_cache(maxsize=64)
 def _round_loss(noise_ratio: float, rate: float, grid: float) -> PrivacyLossDistribution:
-    """Privacy-loss distribution of one Poisson-sampled round."""
+    """Return the privacy-loss distribution (PLD) of one Poisson-sampled round."""
     distributions = _library().pld.privacy_loss_distribution
     return distributions.from_gaussian_mechanism(
         noise_ratio, value_discretization_interval=grid, sampling_prob=rate
@@ -148,7 +148,7 @@ def _silenced(name: str) -> Iterator[None]:
 
 
 def most_rounds(epsilon: Callable[[int], float], budget: float, limit: int) -> int:
-    """Largest number of rounds, at most ``limit``, whose ε is within the budget.
+    """Return how many rounds, at most ``limit``, keep ε within the budget.
 
     Args:
         epsilon: maps a number of rounds to ε, increasing.
@@ -172,14 +172,14 @@ _TOLERANCE = 2e-5
 
 
 class EpsilonOf(Protocol):
-    """Function from a noise multiplier to ε of a run."""
+    """Type of functions that map a noise multiplier to a run's ε."""
 
     def __call__(self, noise_multiplier: float, *, quick: bool) -> float:
         """Return ε; ``quick`` allows a slightly higher one."""
 
 
 def noise_for_budget(epsilon_of: EpsilonOf, budget: float) -> float:
-    """Smallest noise multiplier whose ε is at most the budget, with a relative error of 2e-5.
+    """Return the smallest noise multiplier with which ε is within the budget, to a relative error of 2e-5.
 
     Args:
         epsilon_of: maps a noise multiplier to ε, decreasing.
@@ -226,7 +226,7 @@ def _halved(
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling of cohorts, in the terms of privacy theorems.
+    """How a round's cohort is sampled, for the privacy accountant: Poisson, fixed size or all, and its rate.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
@@ -242,17 +242,17 @@ class Sampling:
 
     @property
     def rate(self) -> float:
-        """Probability q in (0, 1] that a client is sampled in a round."""
+        """Sampling rate q in (0, 1]: probability that a client is in a round's cohort."""
         return self.expected / self.num_clients
 
     @property
     def sensitivity(self) -> float:
-        """L2 sensitivity of a sum of clipped updates to one client, in clip norms."""
+        """L2 sensitivity of a round's sum to one client, in clip norms: 2 if clients are replaced, else 1."""
         return 2.0 if self.kind == "fixed" else 1.0
 
     @property
     def relation(self) -> str:
-        """Relation between the neighbouring data sets that ε compares."""
+        """Neighbouring data sets that ε compares, in words: one client replaced, or added or removed."""
         return "one client replaced" if self.kind == "fixed" else "one client added or removed"
 
     def __str__(self) -> str:
@@ -264,7 +264,7 @@ class Sampling:
 
 
 def check_sampler(cohort: Cohort) -> None:
-    """Raise ConfigurationError, with a list of alternatives, if ε of a sampler is unknown."""
+    """Raise ConfigurationError if ε is unknown for this cohort sampler; the message lists alternatives."""
     if cohort.coin is None and not cohort.is_uniform:
         raise ConfigurationError(
             f"federation.privacy: {type(cohort).__name__} cannot be accounted for, because the "
@@ -280,7 +280,7 @@ def check_sampler(cohort: Cohort) -> None:
 
 
 def sampling_of(cohort: Cohort, num_clients: int) -> Sampling:
-    """Return the `Sampling` of a cohort sampler.
+    """Return how a cohort sampler draws clients (Poisson, fixed size or all), for the accountant.
 
     Raises:
         ConfigurationError: if ε of the sampler is unknown.

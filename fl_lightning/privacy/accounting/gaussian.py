@@ -30,7 +30,7 @@ from scipy.stats import binom
 
 
 def gaussian_delta(sigma: float, epsilon: float) -> float:
-    """δ of one release, in [0, 1].
+    """Return δ in [0, 1] of one release with Gaussian noise, at a given ε.
 
     Args:
         sigma: standard deviation of the noise over the sensitivity, > 0.
@@ -46,7 +46,7 @@ def gaussian_delta(sigma: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(sigma: float, delta: float) -> float:
-    """Smallest ε for which `gaussian_delta` is at most ``delta``; ∞ without noise.
+    """Return the smallest ε of one release with Gaussian noise, at a given δ; ∞ without noise.
 
     Args:
         sigma: standard deviation of the noise over the sensitivity, ≥ 0.
@@ -64,7 +64,7 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
 
 
 def turns_epsilon(sigma: float, rate: float, rounds: int, delta: float) -> float:
-    """Upper bound on ε of Poisson-sampled rounds, tight for little noise.
+    """Return an upper bound on ε of Poisson-sampled rounds, which is tight for little noise.
 
         δ(ε) ≤ Σ_k Binomial(rounds, rate)(k) · δ of k releases without sampling
 
@@ -94,7 +94,7 @@ def turns_epsilon(sigma: float, rate: float, rounds: int, delta: float) -> float
 
 
 def _smallest(delta_of: Callable[[float], float], delta: float, enough: float) -> float:
-    """Smallest ε in [0, enough] whose δ is at most ``delta``, by bisection."""
+    """Return the smallest ε in [0, enough] with ``delta_of(ε)`` at most ``delta``, by bisection."""
     low, high = 0.0, enough
     if delta_of(low) <= delta:
         return low
@@ -114,7 +114,7 @@ _ORDERS = np.concatenate([np.arange(2, 130), np.geomspace(130, 100_000, 200).ast
 
 @dataclass(frozen=True)
 class ReleaseCost:
-    """Noise and sensitivity of one release of a client."""
+    """Noise and sensitivity of one release, e.g. of a client's update: they determine its privacy cost."""
 
     l2: float  # L2 sensitivity Δ₂ of the release
     variance: float  # variance of the noise μ ≥ 0, in the same units squared
@@ -123,7 +123,7 @@ class ReleaseCost:
     skellam_size: int = 0
 
     def divergence(self, orders: npt.NDArray[np.int64] = _ORDERS) -> npt.NDArray[np.float64]:
-        """Upper bound of the Rényi divergence ε_α at each order α."""
+        """Return upper bounds of the release's Rényi divergence, one per order α."""
         variance, l1 = self.variance, min(math.sqrt(self.skellam_size) * self.l2, self.l2**2)
         first = ((2 * orders - 1) * self.l2**2 + 6 * l1) / (4 * variance**2)
         beyond_gaussian = np.minimum(first, 3 * l1 / (2 * variance)) if self.skellam_size else 0.0
@@ -132,7 +132,7 @@ class ReleaseCost:
 
 
 def composed_epsilon(releases: Mapping[ReleaseCost, int], delta: float) -> float:
-    """ε of all releases together, given the number of releases of each cost.
+    """Return ε of several releases together, given how many there are of each cost.
 
     Example:
         >>> releases = {ReleaseCost(1.0, 4.0): 3, ReleaseCost(1.0, 16.0): 4}

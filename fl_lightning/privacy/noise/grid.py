@@ -44,19 +44,19 @@ GRID_COST = 1 + 2.0**-26
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of integer steps for vectors of one length and clip norm."""
+    """A grid to which clipped vectors and noise are rounded, so that their sums are exact integers."""
 
     clip_norm: float  # S
     step: float  # step width γ, a power of two
 
     @property
     def radius(self) -> float:
-        """The clip norm in steps."""
+        """The clip norm in steps of the grid."""
         return self.clip_norm / self.step
 
     @classmethod
     def of(cls, clip_norm: float, size: int) -> Grid:
-        """Return the grid for vectors of length ``size``.
+        """Return the grid for vectors of a length and clip norm; its step is a power of two.
 
         Args:
             clip_norm: S > 0, finite.
@@ -73,7 +73,7 @@ class Grid:
         return cls(clip_norm, step)
 
     def to_steps(self, vector: Tensor, draw: Draw) -> Integers:
-        """Clip a vector and round it to integer multiples of the grid's step, shape (k,); its norm is at most S · `GRID_COST`.
+        """Clip a vector and round it at random to grid steps, integers of shape (k,), of norm ≤ S · `GRID_COST`.
 
         Args:
             vector: finite vector, shape (k,).
@@ -92,17 +92,17 @@ class Grid:
         return to_integers(exact, self.clip_norm, self.step, draw)
 
     def value(self, steps: Tensor) -> Tensor:
-        """Convert steps into the units of vectors, float64, see `wide`."""
+        """Convert integer grid steps into values, float64."""
         return wide(steps) * self.step
 
 
 def wide(numbers: Tensor) -> Tensor:
-    """Convert to float64, on the CPU if the device has no float64."""
+    """Convert a tensor to float64; on the CPU if its device (Apple's mps) has no float64."""
     return (numbers.cpu() if numbers.device.type == "mps" else numbers).double()
 
 
 def noise_of(stddev: float, size: int, draw: Draw) -> Integers:
-    """Draw rounded Gaussian noise, int64 of shape (size,).
+    """Draw Gaussian noise rounded to grid steps, int64 of shape (size,).
 
     Args:
         stddev: standard deviation in steps; raised to 2⁸ if it is less, which protects more.
@@ -121,7 +121,7 @@ def noise_of(stddev: float, size: int, draw: Draw) -> Integers:
 
 
 def noisy(vector: Tensor, clip_norm: float, stddev: float, draw: Draw) -> Tensor:
-    """Clip a vector, round it to the grid and add noise; keeps dtype and device.
+    """Clip a vector, round it to a grid, and add Gaussian noise; dtype and device are kept.
 
     Args:
         vector: shape (k,).
@@ -141,7 +141,7 @@ _MOST_TRIES = 1000
 
 
 def norm_bound(clip_norm: float, step: float, size: int) -> float:
-    """Largest L2 norm B of a rounded vector, in steps.
+    """Return the largest L2 norm B that a clipped vector may have after rounding, in grid steps.
 
     Args:
         clip_norm: S ≥ 0.
@@ -160,7 +160,7 @@ def norm_bound(clip_norm: float, step: float, size: int) -> float:
 
 
 def to_integers(delta: Tensor, clip_norm: float, step: float, draw: Draw) -> Integers:
-    """Round a vector of norm ≤ S to integer steps of norm ≤ `norm_bound` · 1.000000000002.
+    """Round a vector of norm ≤ S at random to integer steps, redrawn until the norm is ≤ `norm_bound`.
 
     Args:
         delta: clipped vector, shape (k,).

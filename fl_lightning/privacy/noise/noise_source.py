@@ -14,7 +14,7 @@ from fl_lightning.core.seeds import Draw, numpy_generator
 
 @dataclass(frozen=True)
 class NoiseSource:
-    """A source of random words, uniform on 64 bits.
+    """Source of the random bits of privacy noise: uniform words of 64 bits, secure or seeded.
 
     Without a seed they come from a cryptographically secure generator seeded by the operating system: they
     are not stored and cannot be repeated. With the package ``cryptography`` it is AES-256 in counter mode,
@@ -39,7 +39,7 @@ class NoiseSource:
     purpose: str = "privacy noise"
 
     def stream(self, *ids: int) -> Draw:
-        """Return a function that draws the next words of a stream on each call.
+        """Return a function that draws the next words (64 random bits each) of a stream on each call.
 
         Args:
             ids: numbers that distinguish streams, e.g. round and client.
@@ -59,7 +59,7 @@ def _zeros(count: int) -> bytes:
 
 
 def _encryptor() -> Any:
-    """Return a stream cipher with a fresh key, or None without the package ``cryptography``."""
+    """Return a stream cipher with a fresh key, as random generator; None without package ``cryptography``."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError:
@@ -68,5 +68,5 @@ def _encryptor() -> Any:
 
 
 def coins(seed: int) -> NoiseSource:
-    """Return the source of the coins for random rounding, which may be public."""
+    """Return the source of random bits for rounding vectors to a grid; they may be public, so it is seeded."""
     return NoiseSource(seed, "privacy rounding")

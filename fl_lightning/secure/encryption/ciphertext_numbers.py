@@ -101,12 +101,12 @@ of security: use fewer or smaller primes, or degree 16384
 
     @property
     def slots(self) -> int:
-        """Number of values in a ciphertext."""
+        """Number of values that one ciphertext encrypts."""
         return self.degree // 2
 
     @property
     def largest(self) -> float:
-        """Upper bound of the absolute values in sums and in their terms."""
+        """Bound below which values to encrypt and their sum must stay, in absolute value."""
         return 2.0 ** (self._sum_bits - self.scale_bits - 3)
 
     @property
@@ -129,7 +129,7 @@ def library() -> Any:
 
 @cache
 def primes_of(parameters: CKKSParameters) -> tuple[int, ...]:
-    """Return the primes of the modulus of ciphertexts."""
+    """Return the primes whose product is the modulus of ciphertexts."""
     library()
     from tenseal import sealapi
 
@@ -138,7 +138,7 @@ def primes_of(parameters: CKKSParameters) -> tuple[int, ...]:
 
 
 class Packed:
-    """Conversion of ciphertexts to bytes and back; a number has as many bytes as its prime.
+    """Converts a ciphertext's numbers to bytes and back, each number in as many bytes as its prime has.
 
     Args:
         parameters: parameters of CKKS.
@@ -151,12 +151,12 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of a ciphertext."""
+        """Number of bytes of one ciphertext."""
         return self._length * sum(self._widths)
 
     @property
     def primes(self) -> Numbers:
-        """The primes, shape (P, 1)."""
+        """Primes of the ciphertexts' modulus, shape (P, 1)."""
         return np.array(primes_of(self._parameters), np.uint64)[:, None]
 
     def write(self, numbers: Numbers) -> bytes:
@@ -167,7 +167,7 @@ class Packed:
         )
 
     def read(self, data: bytes) -> Numbers:
-        """Convert bytes to a ciphertext.
+        """Convert bytes back to a ciphertext's numbers.
 
         Raises:
             MessageError: if the length is wrong, or a number is not below its prime.
@@ -185,13 +185,13 @@ class Packed:
         return numbers
 
     def sum(self, one: Numbers, other: Numbers) -> Numbers:
-        """Return the sum of two ciphertexts."""
+        """Return the sum of two ciphertexts, number by number modulo the primes."""
         total = one + other  # below 2^61
         return np.where(total < self.primes, total, total - self.primes)
 
 
 def numbers_of(ciphertext: Any) -> Numbers:
-    """Return the numbers of a SEAL ciphertext with two polynomials."""
+    """Return the numbers (coefficients modulo each prime) of a SEAL ciphertext with two polynomials."""
     num_primes, degree = ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree()
     length = 2 * num_primes * degree
     numbers = np.fromiter(map(ciphertext.__getitem__, range(length)), np.uint64, length)
@@ -199,7 +199,7 @@ def numbers_of(ciphertext: Any) -> Numbers:
 
 
 def vector_bytes(numbers: Numbers, like: Any) -> bytes:
-    """Return the bytes of an encrypted TenSEAL vector with these numbers.
+    """Return a ciphertext's numbers in the format of TenSEAL, as the bytes of an encrypted vector.
 
     Args:
         numbers: ciphertext of a sum.
@@ -228,7 +228,7 @@ def _framed(content: bytes, version: bytes) -> bytes:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Read a protobuf varint; return its value, and the position after it."""
+    """Read a variable-length integer of protobuf; return its value, and the position after it."""
     value = shift = 0
     while True:
         value |= (data[at] & 127) << shift
@@ -253,7 +253,7 @@ Tags = npt.NDArray[np.uint64]  # shape (NUM_TAGS, P)
 
 @dataclass(frozen=True)
 class Sender:
-    """The sender of an encrypted update.
+    """Sender of an encrypted update: client id, nonce, and the fewest clients that a sum with it must have.
 
     Args:
         client: id of the client.
@@ -274,12 +274,12 @@ class Sender:
 
     @property
     def identity(self) -> bytes:
-        """Bytes from which a message's pads are derived."""
+        """Bytes that identify a sender's message, from which pads of its tags are derived."""
         return f"{self.client} {self.nonce.hex()} {self.fewest}".encode()
 
 
 class LinearTags:
-    """Makes and checks tags.
+    """Makes tags of ciphertexts (homomorphic MACs), and checks by tags of whose ciphertexts a sum is.
 
     Args:
         key: 32 bytes that the server does not have.
@@ -296,7 +296,7 @@ class LinearTags:
         self._factors = factors.reshape(NUM_TAGS, len(self._primes), -1, min(_BLOCK, length))
 
     def of(self, ciphertexts: Iterable[Numbers], sender: Sender) -> list[Tags]:
-        """Return the tags of a sender's ciphertexts, in order."""
+        """Return the tags of a sender's ciphertexts, one array for each ciphertext."""
         parts = list(ciphertexts)
         pads = self._pads(sender, len(parts))
         return [
@@ -306,7 +306,7 @@ class LinearTags:
     def are_of_sum(
         self, ciphertexts: Iterable[Numbers], tags: Iterable[Tags], senders: Iterable[Sender]
     ) -> bool:
-        """Return True if ciphertexts and tags are the sums of those of all senders."""
+        """Return True if the tags show that ciphertexts are the sums of all senders' ciphertexts, and nothing else."""
         parts, given = list(ciphertexts), list(tags)
         pads = np.zeros((len(parts), NUM_TAGS, len(self._primes)), object)
         for sender in senders:
@@ -319,14 +319,14 @@ class LinearTags:
         return hmac.digest(self._key, purpose + b" " + self._context, "sha256")
 
     def _pads(self, sender: Sender, count: int) -> npt.NDArray[np.object_]:
-        """Return pads, whole numbers of shape (count, NUM_TAGS, P)."""
+        """Return the pads that hide tags of a sender's ``count`` ciphertexts: integers, shape (count, NUM_TAGS, P)."""
         stream = keystream(self._secret(b"pads " + sender.identity))
         size = count * NUM_TAGS * len(self._primes)
         numbers = [int.from_bytes(stream(_PAD_BYTES), "little") for _ in range(size)]
         return np.array(numbers, object).reshape(count, NUM_TAGS, len(self._primes))
 
     def _products(self, numbers: Numbers) -> npt.NDArray[np.object_]:
-        """Return the random linear combinations Σ_j r_j c_j that tags hide, whole numbers of shape (NUM_TAGS, P)."""
+        """Return the secret combinations Σ_j r_j c_j of a ciphertext's numbers, which tags hide: shape (NUM_TAGS, P)."""
         blocks = numbers.reshape(len(self._primes), -1, self._factors.shape[-1])
         low, high = (
             (self._factors * half).sum(-1, dtype=np.uint64).astype(object).sum(-1)

@@ -63,7 +63,7 @@ class CKKSKeys:
 
 
 def generate_keys(parameters: CKKSParameters) -> CKKSKeys:
-    """Return new keys, from the operating system's entropy."""
+    """Return new keys of CKKS and of tags, from the operating system's entropy."""
     context = library().context(
         library().SCHEME_TYPE.CKKS,
         parameters.degree,
@@ -82,10 +82,10 @@ def generate_keys(parameters: CKKSParameters) -> CKKSKeys:
 
 
 class CKKSClient:
-    """Encrypts updates, and decrypts their sum.
+    """A client's side of CKKS: encrypts updates, and decrypts their sum.
 
     Args:
-        layout: encrypted coordinates.
+        layout: layout of encrypted updates.
         keys: keys of the clients.
 
     Example:
@@ -116,7 +116,7 @@ class CKKSClient:
     def encrypt(
         self, values: Tensor, client: int = 0, fewest: int = 2
     ) -> tuple[EncryptedUpdate, Sender]:
-        """Encrypt an update, and return it with its sender, for the client that decrypts the sum.
+        """Encrypt an update, and return it with the facts about its sender that decrypting the sum needs.
 
         Args:
             values: update times its share, shape (size,).
@@ -142,7 +142,7 @@ class CKKSClient:
         return _message(self._packed, parts, tags, clear, client), sender
 
     def open(self, total: EncryptedUpdate, senders: Sequence[Sender]) -> Tensor:
-        """Decrypt a sum; returns its coordinates with noise of `FLOOD`, float64 of shape (size,).
+        """Decrypt a sum of updates, and return it with Gaussian noise of std `FLOOD`, float64 of shape (size,).
 
         Args:
             total: sum of the server.
@@ -167,7 +167,7 @@ class CKKSClient:
         return self._layout.joined(flooded(values, FLOOD), total.clear)
 
     def _vector(self, values: Tensor) -> Any:
-        """Encrypt values to a ciphertext of TenSEAL."""
+        """Encrypt values, and return the ciphertext of TenSEAL."""
         [ciphertext] = library().ckks_vector(self._context, values.tolist()).ciphertext()
         return ciphertext
 
@@ -180,10 +180,10 @@ class CKKSClient:
 
 
 class CKKSServer:
-    """Adds encrypted updates, without a key and without TenSEAL.
+    """The server's side of CKKS: adds encrypted updates, without a key and without TenSEAL.
 
     Args:
-        layout: encrypted coordinates.
+        layout: layout of encrypted updates.
     """
 
     def __init__(self, layout: CKKSLayout) -> None:
@@ -191,7 +191,7 @@ class CKKSServer:
         self._primes = np.array(primes_of(layout.parameters), np.uint64)
 
     def sum(self, updates: Sequence[EncryptedUpdate]) -> EncryptedUpdate:
-        """Return the sum of updates.
+        """Return the sum of encrypted updates.
 
         Raises:
             MessageError: as `plus` does.
@@ -223,7 +223,7 @@ class CKKSServer:
 
 
 def flooded(values: Tensor, std: float, draw: Draws | None = None) -> Tensor:
-    """Add Gaussian noise to values, which hides the error of CKKS.
+    """Add Gaussian noise to decrypted values: it hides the error of CKKS, which could reveal the key.
 
     Args:
         values: decrypted values, before they leave the clients.
@@ -239,7 +239,7 @@ def flooded(values: Tensor, std: float, draw: Draws | None = None) -> Tensor:
 def _message(
     packed: Packed, parts: Sequence[Numbers], tags: Sequence[Tags], clear: Tensor, sender: int
 ) -> EncryptedUpdate:
-    """Return an encrypted update; each ciphertext is followed by its tags."""
+    """Return an encrypted update of ciphertexts, each followed by its tags, and coordinates in clear."""
     pieces = (
         packed.write(part) + tag.astype("<u8").tobytes()
         for part, tag in zip(parts, tags, strict=True)
@@ -250,7 +250,7 @@ def _message(
 def _parts(
     packed: Packed, layout: CKKSLayout, update: EncryptedUpdate
 ) -> tuple[list[Numbers], list[Tags]]:
-    """Return the ciphertexts and tags of an encrypted update.
+    """Return the ciphertexts and the tags of an encrypted update, as numbers.
 
     Raises:
         MessageError: if the update does not have this layout.
@@ -274,5 +274,5 @@ def _parts(
 
 
 def ciphertext_bytes(parameters: CKKSParameters) -> int:
-    """Return the number of bytes of a ciphertext with its tags."""
+    """Return the number of bytes that a ciphertext and its tags fill."""
     return Packed(parameters).num_bytes + 8 * NUM_TAGS * (len(parameters.coefficient_bits) - 1)

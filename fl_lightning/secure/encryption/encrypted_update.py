@@ -26,7 +26,7 @@ _KIND = "encrypted"
 
 @dataclass(frozen=True, eq=False)
 class EncryptedUpdate:
-    """An encrypted update: ciphertexts, and the coordinates in clear.
+    """An update, or a sum of updates: ciphertexts of the encrypted coordinates, and the others in clear.
 
     Args:
         ciphertexts: ciphertexts of the encrypted coordinates in order, all of one length.
@@ -49,11 +49,11 @@ class EncryptedUpdate:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the message."""
+        """Number of bytes of the update as a message."""
         return encrypted_size(len(self.ciphertexts), self._width, self.clear.numel())
 
     def encode(self) -> bytes:
-        """Return the bytes of the message."""
+        """Return the update as the bytes of a message."""
         ciphertexts = as_tensor(b"".join(self.ciphertexts))
         tensors = {
             "sender": torch.tensor(self.sender),
@@ -68,7 +68,7 @@ class EncryptedUpdate:
 
 
 def encrypted_size(num_ciphertexts: int, width: int, num_clear: int) -> int:
-    """Return the length of a message with ciphertexts of ``width`` bytes each."""
+    """Return the length in bytes of an encrypted update, from its numbers of ciphertexts and of clear coordinates."""
     return size_of(_KIND, {}, _forms(num_ciphertexts, width, num_clear))
 
 
@@ -82,7 +82,7 @@ def _forms(num_ciphertexts: int, width: int, num_clear: int) -> dict[str, Form]:
 
 @dataclass(frozen=True, eq=False)
 class CKKSLayout:
-    """Layout of encrypted updates, on which clients and server agree.
+    """Layout of encrypted updates: which coordinates are encrypted, and by which parameters of CKKS.
 
     Args:
         size: k, the number of coordinates of an update.
@@ -110,7 +110,7 @@ class CKKSLayout:
 
     @cached_property
     def identity(self) -> bytes:
-        """Hash of the layout, 32 bytes, to which all messages are bound."""
+        """Hash of the layout, 32 bytes, on which all tags depend: a sum over another layout or round is refused."""
         chosen = b"all" if self.selected is None else self.selected.cpu().numpy().tobytes()
         settings = (
             f"{self.size} {self.parameters} {self.round_index} {self.purpose.hex()} ".encode()
@@ -124,11 +124,11 @@ class CKKSLayout:
 
     @property
     def num_ciphertexts(self) -> int:
-        """Number of ciphertexts."""
+        """Number of ciphertexts of one update."""
         return -(-self.num_encrypted // self.parameters.slots)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Split values into one part per ciphertext."""
+        """Split the values to encrypt into parts that fit into one ciphertext each."""
         return torch.split(values, self.parameters.slots) if len(values) else ()
 
     def parted(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ class CKKSLayout:
         return values[self.selected], values[is_clear]
 
     def joined(self, encrypted: Tensor, clear: Tensor) -> Tensor:
-        """Join encrypted and clear coordinates in their order, float64."""
+        """Join decrypted and clear coordinates of an update in their order, float64."""
         if self.selected is None:
             return encrypted
         values = torch.empty(self.size, dtype=torch.float64)
@@ -174,7 +174,7 @@ class CKKSLayout:
 
 
 def most_sensitive(sensitivities: Tensor, fraction: float) -> Tensor:
-    """Return the indices of the largest sensitivities, increasing.
+    """Return the indices of the most sensitive coordinates, a fraction of all, in increasing order.
 
     Args:
         sensitivities: sensitivities ≥ 0, shape (k,).

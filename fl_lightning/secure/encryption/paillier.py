@@ -32,7 +32,7 @@ Ciphertexts = tuple[bytes, ...]
 
 
 class PaillierSum:
-    """Encrypts, adds and decrypts integer vectors with a new pair of keys.
+    """Encrypts, adds and decrypts integer vectors with a new pair of Paillier keys.
 
     Args:
         quantiser: quantiser that makes the vectors.
@@ -68,7 +68,7 @@ class PaillierSum:
         self._seconds = time.process_time() - began
 
     def num_ciphertexts(self, size: int) -> int:
-        """Return the number of ciphertexts, of ``width`` bytes each, of a vector of this size.
+        """Return how many ciphertexts, of ``width`` bytes each, a vector of ``size`` integers needs.
 
         Raises:
             ConfigurationError: if their encryption takes longer than ``max_seconds``.
@@ -84,18 +84,18 @@ class PaillierSum:
         return count
 
     def encrypt(self, values: RingIntegers) -> Ciphertexts:
-        """Encrypt a vector; equal vectors have different ciphertexts."""
+        """Encrypt a vector of integers; two encryptions of one vector differ."""
         slots = self._slots
         parts = (values[at : at + slots].tolist() for at in range(0, len(values), slots))
         return tuple(self._bytes(self._public.raw_encrypt(self._packed(part))) for part in parts)
 
     def plus(self, one: Ciphertexts, other: Ciphertexts) -> Ciphertexts:
-        """Return the encrypted sum, which needs no secret key."""
+        """Return the encrypted sum of two encrypted vectors, which needs no secret key."""
         pairs = zip(map(_number, one), map(_number, other), strict=True)
         return tuple(self._bytes(a * b % self._public.nsquare) for a, b in pairs)
 
     def decrypt(self, ciphertexts: Ciphertexts, size: int) -> RingIntegers:
-        """Decrypt a vector; returns integers of the ring's dtype, shape (size,)."""
+        """Decrypt a vector of ``size`` integers; return them with the ring's dtype, shape (size,)."""
         values: list[int] = []
         for ciphertext in ciphertexts:
             plain = int(self._secret.raw_decrypt(_number(ciphertext)))
@@ -119,7 +119,7 @@ def _number(ciphertext: bytes) -> int:
 
 @final
 class Paillier:
-    """Options of Paillier.
+    """Options of Paillier encryption for `EncryptedMean`.
 
     Args:
         key_bits: bits of the modulus, at least 2048; 3072 have 128 bits of security.
@@ -151,7 +151,7 @@ shorter keys can be broken; 3072 is the default
         self.key_bits, self.clip, self.max_seconds = key_bits, clip, max_seconds
 
     def begin(self, terms: Terms, max_examples: int) -> PaillierSum:
-        """Return the encryption for the updates of a run, with new keys."""
+        """Return the Paillier encryption of a run's updates, with a new pair of keys."""
         try:
             quantiser = SumQuantiser.of(
                 num_clients=max(FEWEST_CLIENTS, terms.most_clients),
@@ -168,10 +168,10 @@ shorter keys can be broken; 3072 is the default
 
 @final
 class PaillierRound:
-    """One simulated round of `EncryptedMean` with Paillier.
+    """Simulates one round of `EncryptedMean` with Paillier: encrypts, adds and decrypts updates.
 
     Args:
-        layout: encrypted coordinates, and the round.
+        layout: layout of encrypted updates in this round.
         paillier: encryption with the keys of the run.
         terms: facts about the run.
         most_examples: largest possible number of examples in a round.
@@ -187,7 +187,7 @@ class PaillierRound:
         )  # one more for the examples; raises for too many
 
     def encrypt(self, delta: Tensor, num_examples: int, sender: int) -> EncryptedUpdate:
-        """Encrypt a client's update."""
+        """Encrypt a client's update, as integers multiplied by its number of examples."""
         values, clear = self._layout.parted(delta.detach().double().cpu())
         draws = numpy_generator(self._seed, "encrypted rounding", self._layout.round_index, sender)
         integers = self._paillier.quantiser.encode(values, num_examples, draws.random)
@@ -196,7 +196,7 @@ class PaillierRound:
     def plus(
         self, total: EncryptedUpdate | None, sent: EncryptedUpdate, num_examples: int
     ) -> EncryptedUpdate:
-        """Add an encrypted update to the sum; None for an empty sum."""
+        """Add a client's encrypted update to the sum; ``total`` is None for the first update."""
         ciphertexts, clear = sent.ciphertexts, sent.clear.double() * (num_examples / self._most)
         if total is not None:
             ciphertexts = self._paillier.plus(total.ciphertexts, ciphertexts)
@@ -204,7 +204,7 @@ class PaillierRound:
         return EncryptedUpdate(ciphertexts, clear.float())
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
-        """Decrypt the sum, and divide it by the number of examples; returns float64."""
+        """Decrypt the sum of updates, and return their mean weighted by examples, float64."""
         size = self._layout.num_encrypted + 1
         values = self._paillier.quantiser.mean(self._paillier.decrypt(total.ciphertexts, size))
         return self._layout.joined(values, total.clear.double() * (self._most / num_examples))

@@ -57,7 +57,7 @@ from fl_lightning.secure.ring import RingIntegers, with_checksum
 
 
 class SecureClient:
-    """Answers the messages of the server in one session, each once and in order.
+    """A client of one secure sum: answers the server's messages in order, each of them once.
 
     After a refusal, it answers no further message. Bytes that are no valid message change nothing.
 
@@ -102,7 +102,7 @@ class SecureClient:
         self._refused = ""
 
     def advertise(self) -> bytes:
-        """Return the first message.
+        """Return the client's first message, which has its new public keys.
 
         Raises:
             RefusedError: if the client has taken part in this round or a later one.
@@ -121,7 +121,7 @@ class SecureClient:
         return self._encoded(Advertisement(self._keys, signature))
 
     def receive(self, data: bytes) -> bytes:
-        """Return the answer to a message of the server.
+        """Return the client's answer to a message of the server.
 
         Raises:
             MessageError: if these bytes are not the message that comes next.
@@ -169,7 +169,7 @@ class SecureClient:
         return SealedShares(seed_commitment(session, self._place, self._seed), boxes, hashes)
 
     def _checked_neighbours(self, roster: Roster) -> Places:
-        """Return this client's neighbours in a roster; raise RefusedError if sharing secrets with them would be unsafe."""
+        """Return the clients that share secrets with this one; raise RefusedError if the server's roster is unsafe."""
         session, me = self._session, self._place
         if me not in roster.participants:
             raise RefusedError("the roster leaves this client out")
@@ -212,7 +212,7 @@ class SecureClient:
         return MaskedVector(ring.reduced(total))
 
     def _check_mailbox(self, mailbox: Mailbox) -> None:
-        """Raise RefusedError if pads with these clients would not protect the vector."""
+        """Raise RefusedError if shares came from so few or such clients that pads would not protect the vector."""
         sharers, boxes = mailbox.sharers, mailbox.boxes
         if self._place not in sharers or not sharers <= self._participants:
             raise RefusedError(
@@ -252,7 +252,7 @@ class SecureClient:
         )
 
     def _check_survivors(self, survivors: Places) -> None:
-        """Raise RefusedError if the named survivors cannot be right, e.g. without this client."""
+        """Raise RefusedError if the survivors that the server names cannot be right, e.g. without this client."""
         if not survivors <= self._sharers:
             extra = sorted(survivors - self._sharers)
             raise RefusedError(f"the survivors must be among those who shared, {extra} are not")
@@ -266,7 +266,7 @@ class SecureClient:
             )
 
     def _check_agreed(self, request: RevealRequest) -> None:
-        """Raise RefusedError or ForgedError if too few clients have signed the same survivors."""
+        """Raise RefusedError or ForgedError unless enough clients have signed the same list of survivors."""
         session, signatures = self._session, request.signatures
         if request.survivors != self._agreed:
             raise RefusedError("the survivors have changed since this client signed them")

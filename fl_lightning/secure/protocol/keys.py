@@ -45,12 +45,12 @@ _NONCE = bytes(12)  # each key of a box is used for one box only
 
 
 class ForgedError(ValueError):
-    """Raised if a box or a signature is not from its sender."""
+    """Raised if encrypted shares or a signature are not from the client that they are said to be from."""
 
 
 @dataclass(frozen=True)
 class AgreementKey:
-    """One party's X25519 key.
+    """A client's key pair for key agreement (X25519).
 
     Args:
         private: 32 bytes, any.
@@ -71,7 +71,7 @@ class AgreementKey:
 
     @cached_property
     def public(self) -> bytes:
-        """The public key, 32 bytes."""
+        """Public half of the key, 32 bytes."""
         return self._own.public_key().public_bytes_raw()
 
     @cached_property
@@ -81,7 +81,7 @@ class AgreementKey:
     def secret_with(
         self, public: bytes, purpose: str, context: bytes, *, me: int, peer: int
     ) -> bytes:
-        """Return the 32 bytes that only the two parties know.
+        """Return a secret of 32 bytes that only this client and one other client can compute.
 
         Args:
             public: public key of the peer.
@@ -104,7 +104,7 @@ class AgreementKey:
 
 
 def seal(key: bytes, content: bytes, context: bytes, *, sender: int, receiver: int) -> bytes:
-    """Return the content encrypted and authenticated, `TAG_SIZE` bytes longer.
+    """Encrypt and authenticate content for one receiver; the result is `TAG_SIZE` bytes longer.
 
     A pair has one key, from which a key for each direction is derived.
 
@@ -123,7 +123,7 @@ of them was told other keys of the other
 
 
 def unseal(key: bytes, box: bytes, context: bytes, *, sender: int, receiver: int) -> bytes:
-    """Decrypt a box of `seal`.
+    """Verify and decrypt content that `seal` has encrypted.
 
     Raises:
         ForgedError: if this sender has not sealed the box for this receiver in this session.
@@ -143,7 +143,7 @@ def _direction(key: bytes, pair: bytes) -> bytes:
 
 
 class Signatures:
-    """Makes and checks the signatures of a session; without an active server, all are empty.
+    """Makes and verifies the signatures of a secure sum; all are empty if the session is not active.
 
     Args:
         session: session of the messages.
@@ -176,13 +176,13 @@ class Signatures:
         self._session, self._directory, self._own = session, directory or {}, own
 
     def sign(self, what: str, place: int, content: bytes) -> bytes:
-        """Return the signature of a content for one use, 64 bytes; none if the session is not active."""
+        """Return a signature of content for one use, 64 bytes; empty if the session is not active."""
         if not self._session.active or self._own is None:
             return b""
         return self._own.sign(self._signed(what, place, content))
 
     def check(self, what: str, place: int, content: bytes, signature: bytes) -> None:
-        """Raise ForgedError if the client at a place has not signed a content for this use."""
+        """Raise ForgedError if the client at a place has not made this signature of content for this use."""
         if not self._session.active:
             return
         try:
@@ -192,7 +192,7 @@ class Signatures:
             raise ForgedError(f"the signature of client {place}'s {what} is wrong") from None
 
     def _signed(self, what: str, place: int, content: bytes) -> bytes:
-        """Return the bytes that are signed, which depend on session, use and place."""
+        """Return the bytes to sign: content, its use, the session's identity and the client's place."""
         use = b"fl_lightning " + what.encode() + b"\0"
         return use + self._session.identity + b"\0" + place.to_bytes(4, "little") + content
 
@@ -202,7 +202,7 @@ _ZEROS = bytes(CHUNK)
 
 
 def add_pad(total: RingIntegers, key: bytes, ring: Ring, *, subtract: bool = False) -> None:
-    """Add the pad of a key to integers, in place; the caller reduces them by `Ring.reduced`.
+    """Add to integers the one-time pad made from a key, in place; the caller reduces them by `Ring.reduced`.
 
     Args:
         total: integers of the ring's dtype, shape (k,).

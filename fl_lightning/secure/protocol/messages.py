@@ -40,10 +40,10 @@ Table = Mapping[int, bytes]
 
 @dataclass(frozen=True)
 class Advertisement:
-    """A client's public keys of this round.
+    """A client's first message: its public keys for this round.
 
     Attributes:
-        keys: key for sealed shares, then key for pads.
+        keys: public key for sealed shares, then public key for pads.
         signature: signature of the keys; empty unless the session is active.
     """
 
@@ -53,7 +53,7 @@ class Advertisement:
 
 @dataclass(frozen=True)
 class Roster:
-    """The participants, and the public keys of the receiver and its neighbours.
+    """The server's answer to public keys: who takes part, and the keys of the receiver and its neighbours.
 
     Attributes:
         participants: places of all clients that have advertised.
@@ -66,7 +66,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class SealedShares:
-    """Encrypted shares of a client's two secrets, and its commitments to them, see `shamir`.
+    """A client's message with encrypted shares of its two secrets, and commitments to secrets and shares.
 
     Attributes:
         commitment: commitment to the seed.
@@ -81,7 +81,7 @@ class SealedShares:
 
 @dataclass(frozen=True)
 class Mailbox:
-    """The boxes for one client.
+    """The server's message that passes other clients' encrypted shares on to one client.
 
     Attributes:
         sharers: places of all clients that have sent shares; their pads are in the vectors.
@@ -96,28 +96,28 @@ class Mailbox:
 
 @dataclass(frozen=True, eq=False)
 class MaskedVector:
-    """A client's vector with checksum and pads, integers of the session's ring."""
+    """A client's message with its vector and checksum, hidden by pads: integers of the session's ring."""
 
     values: RingIntegers
 
 
 @dataclass(frozen=True)
 class Survivors:
-    """The clients whose vectors have arrived, a list that the receiver signs."""
+    """The server's message that names the clients whose vectors have arrived; the receiver signs this list."""
 
     survivors: Places
 
 
 @dataclass(frozen=True)
 class SignedSurvivors:
-    """A client's signature of the survivors that the server has named."""
+    """A client's signature of the list of survivors, the clients whose vectors have arrived."""
 
     signature: bytes
 
 
 @dataclass(frozen=True)
 class RevealRequest:
-    """Request for shares of secrets, of one secret per client.
+    """The server's request for shares of one secret per client: of a survivor's seed, or of a dropped client's key.
 
     Attributes:
         survivors: clients whose seeds are requested, to remove their own pads.
@@ -132,7 +132,7 @@ class RevealRequest:
 
 @dataclass(frozen=True)
 class RevealedShares:
-    """A client's shares of the requested secrets.
+    """A client's answer to `RevealRequest`: its shares of the requested secrets.
 
     Attributes:
         seeds: shares of the seeds of survivors among its neighbours, and of its own.
@@ -175,7 +175,7 @@ OneMessage = TypeVar("OneMessage", bound=AnyMessage)
 
 
 def encode(session: Session, place: int, message: AnyMessage) -> bytes:
-    """Return the bytes of a message.
+    """Return a message of the protocol as bytes.
 
     Args:
         session: session of the message.
@@ -200,7 +200,7 @@ def encode(session: Session, place: int, message: AnyMessage) -> bytes:
 
 
 def encoded_size(session: Session, kind: type[AnyMessage], *entries: int) -> int:
-    """Return the length of a message in bytes, from the sizes of its tables.
+    """Return the length of a message in bytes, from the number of entries of its tables.
 
     Args:
         session: session of the message.
@@ -211,7 +211,7 @@ def encoded_size(session: Session, kind: type[AnyMessage], *entries: int) -> int
 
 
 def decode(session: Session, data: bytes, kind: type[OneMessage]) -> tuple[int, OneMessage]:
-    """Read a message; return the place of the client that sends or receives it, and the message.
+    """Decode a message; return the place of the client that sends or receives it, and the message.
 
     Args:
         session: session to which the message must belong.
@@ -240,7 +240,7 @@ def _fields(session: Session) -> dict[str, str]:
 
 
 def _forms(session: Session, kind: type[Any], entries: Sequence[int]) -> dict[str, Form]:
-    """Return the dtypes and shapes of a message's tensors, from the sizes of its tables."""
+    """Return the dtype and shape of each tensor of a message, from the number of entries of its tables."""
     counts = iter(entries)
     places: Form = ("U8", (packed_size(session.num_clients, 1),))
     forms: dict[str, Form] = {"client": ("I64", ())}
@@ -259,12 +259,12 @@ def _forms(session: Session, kind: type[Any], entries: Sequence[int]) -> dict[st
 
 @lru_cache(maxsize=1024)
 def _size(kind: str, forms: tuple[tuple[str, Form], ...]) -> int:
-    """Return the length of a message with tensors of these forms."""
+    """Return the length in bytes of a message whose tensors have these dtypes and shapes."""
     return size_of(kind, {"session": "0" * 64}, dict(forms))
 
 
 def places_as_bits(session: Session, places: Places) -> bytes:
-    """Return a set of places as a map of n bits, the first place in the lowest bit."""
+    """Return a set of clients' places as bytes of n bits, the first place in the lowest bit."""
     bits = np.zeros(session.num_clients, np.uint8)
     bits[list(places)] = 1
     return np.packbits(bits, bitorder="little").tobytes()
@@ -289,7 +289,7 @@ def _tensors_of(
 
 
 def _read_field(session: Session, tensors: Mapping[str, Tensor], name: str, form: int) -> Any:
-    """Return a field from its tensors, whose shapes were checked."""
+    """Decode one field of a message from its tensors, whose shapes were checked."""
     if form == _SET:
         return _read_places(session, tensors[name], name)
     if form == _VECTOR:
@@ -298,7 +298,9 @@ def _read_field(session: Session, tensors: Mapping[str, Tensor], name: str, form
         return bytes_of(tensors[name])
     places = sorted(_read_places(session, tensors[f"{name}.places"], name))
     if len(places) != len(tensors[name]):
-        raise MessageError(f"{name}: {len(tensors[name])} entries of {len(places)} places")
+        raise MessageError(
+            f"{name} has {len(tensors[name])} entries, but must have one for each of {len(places)} clients"
+        )
     table: Table = {
         place: bytes_of(each) for place, each in zip(places, tensors[name], strict=True)
     }

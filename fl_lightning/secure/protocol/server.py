@@ -64,7 +64,7 @@ Shares = dict[int, dict[int, bytes]]
 
 
 class SecureServer:
-    """Reads the messages of clients stage by stage, and makes the answers.
+    """The server of one secure sum: reads clients' messages stage by stage, and returns their sum.
 
     Args:
         session: settings of the sum.
@@ -93,7 +93,7 @@ class SecureServer:
 
     @property
     def total(self) -> RingIntegers:
-        """Sum of the survivors' vectors, of the ring's dtype, shape (size,).
+        """Sum of the vectors of all surviving clients, of the ring's dtype, shape (size,).
 
         Raises:
             AbortedError: if the session has not come to its end.
@@ -129,7 +129,7 @@ class SecureServer:
         return place
 
     def close_stage(self) -> dict[int, bytes]:
-        """End the stage, and return the messages to all remaining clients, by place.
+        """End the current stage, and return the server's next message to each remaining client, by place.
 
         After the last stage there are no messages, and `total` is available.
 
@@ -210,7 +210,7 @@ class SecureServer:
             )
 
     def _check(self, place: int, message: AnyMessage) -> None:
-        """Raise ValueError for a client's message that would make other clients fail."""
+        """Raise ValueError if a client's message would make other clients fail."""
         near = self._graph.get(place, frozenset())
         if isinstance(message, SealedShares) and (
             message.boxes.keys() != near or message.hashes.keys() != near | {place}
@@ -230,7 +230,7 @@ class SecureServer:
             self._signatures.check("survivors", place, bits, message.signature)
 
     def _remove_pads(self, total: RingIntegers) -> None:
-        """Subtract all pads from the sum, in place.
+        """Subtract from the sum, in place, all pads that clients have added to their vectors.
 
         Raises:
             AbortedError: if a secret has too few shares, or somebody lied.
@@ -255,7 +255,7 @@ class SecureServer:
             )
 
     def _collected(self) -> dict[str, Shares]:
-        """Return the shares of keys and of seeds, by client and then by holder."""
+        """Return the revealed shares of keys and of seeds, as dicts: owner of the secret to holder of the share to share."""
         collected: dict[str, Shares] = {kind: {} for kind in _SECRETS}
         lies = []
         for holder, answer in sorted(self._received.items()):
@@ -273,7 +273,7 @@ class SecureServer:
         return collected
 
     def _checked(self, shares: dict[str, Shares]) -> dict[str, dict[int, bytes]]:
-        """Reconstruct the secrets, and return them by kind and client."""
+        """Reconstruct the clients' secrets from shares, check them, and return them by kind and client."""
         for place in self.survivors - shares["seeds"].keys():
             raise AbortedError(
                 f"no client has revealed a share of client {place}'s seed, so its pad cannot be removed"

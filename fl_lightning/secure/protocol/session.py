@@ -42,7 +42,7 @@ def new_run_id() -> str:
 
 
 class ProtocolStage(IntEnum):
-    """Stages of the protocol, named by the clients' messages; rounds 0 to 4 of the paper."""
+    """Stages of the secure-sum protocol, named by what clients do; rounds 0 to 4 of Bonawitz et al. 2017."""
 
     ADVERTISE = 0
     SHARE = 1
@@ -52,16 +52,16 @@ class ProtocolStage(IntEnum):
 
 
 class RefusedError(ValueError):
-    """Raised if a party leaves a session because its next message could reveal a secret."""
+    """Raised at a party that leaves a secure sum because its next message could reveal a secret."""
 
 
 class AbortedError(RuntimeError):
-    """Raised if a sum fails because too few clients are left or one has lied; no vector is revealed."""
+    """Raised if a secure sum fails because too few clients are left or a client has lied; no vector is revealed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Settings of one secure sum.
+    """Settings of the secure sum of one round, on which clients and server agree.
 
     Args:
         run: id of the run, the same in all its rounds and never used for another run: `new_run_id`.
@@ -123,17 +123,17 @@ class Session:
 
     @property
     def ring(self) -> Ring:
-        """Ring in which vectors are added."""
+        """Ring of integers modulo 2^bits in which vectors are added."""
         return Ring(self.bits)
 
     @property
     def length(self) -> int:
-        """Number of integers in a vector with its checksum."""
+        """Number of integers in a client's vector with its checksum."""
         return self.size + num_checks(self.ring)
 
     @property
     def least_survivors(self) -> int:
-        """Smallest number of vectors in a sum."""
+        """Smallest number of clients whose vectors may be summed."""
         if self.min_survivors is not None:
             return self.min_survivors
         if self.num_neighbours is None:
@@ -142,14 +142,14 @@ class Session:
 
     @property
     def stages(self) -> tuple[ProtocolStage, ...]:
-        """Stages in order; ``AGREE`` is in active sessions only."""
+        """Stages of the protocol in order, with ``AGREE`` only in active sessions."""
         return tuple(
             stage for stage in ProtocolStage if self.active or stage != ProtocolStage.AGREE
         )
 
     @cached_property
     def identity(self) -> bytes:
-        """32 bytes, a hash of all settings."""
+        """Hash of all settings, 32 bytes, on which every message, key and signature of the session depends."""
         settings = _SETTINGS.pack(
             2,  # the version of the protocol
             self.round_index,
@@ -170,8 +170,8 @@ class Session:
             return
         if self.active:
             raise ValueError(
-                "active needs everyone as neighbours: with a sparse graph a client cannot check "
-                "that all others saw the same survivors; leave num_neighbours out"
+                "active: true needs every client as every other's neighbour, since in a sparse graph a client "
+                "cannot check that all others saw the same survivors: leave num_neighbours out"
             )
         k = self.num_neighbours
         if k % 2 or not 2 <= k < self.num_clients - 1:
@@ -197,7 +197,7 @@ Graph = dict[int, frozenset[int]]
 
 
 def neighbours(participants: Collection[int], num_neighbours: int | None, seed: int) -> Graph:
-    """Return the neighbours of each participant.
+    """Return the neighbours of each participant: the clients with which it shares pads and secrets.
 
     Args:
         participants: places of the participants.
@@ -220,7 +220,7 @@ def neighbours(participants: Collection[int], num_neighbours: int | None, seed: 
 def neighbours_of(
     place: int, participants: Collection[int], num_neighbours: int | None, seed: int
 ) -> frozenset[int]:
-    """Return the neighbours of one participant, as `neighbours` does for all."""
+    """Return the neighbours of one participant, as `neighbours` returns them for all participants."""
     everyone = frozenset(participants)
     if num_neighbours is None or num_neighbours >= len(everyone) - 1:
         return everyone - {place}
@@ -241,7 +241,7 @@ def _around(order: list[int], at: int, num_neighbours: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class SparseGraph:
-    """Options that determine the number of neighbours and the threshold of a cohort.
+    """Options of a sparse graph of clients that share pads: it gives the number of neighbours and the threshold.
 
     With probability 1 - 2^-correctness_bits the sum of a round succeeds. With probability
     1 - 2^-security_bits the server and corrupt clients together learn only the sum over all honest
@@ -276,7 +276,7 @@ class SparseGraph:
             )
 
     def plan(self, num_clients: int) -> tuple[int, int]:
-        """Return the number of neighbours and the threshold.
+        """Return how many neighbours each client of a cohort has, and how many shares determine a secret.
 
         For few clients these are all other clients, and a threshold of more than half.
         """
@@ -287,7 +287,7 @@ class SparseGraph:
         return num_clients - 1, num_clients // 2 + 1
 
     def _threshold(self, num_clients: int, num_neighbours: int) -> int | None:
-        """Return the highest threshold that keeps both probabilities; None if there is none."""
+        """Return the highest threshold for which success and security are as likely as wanted; None if there is none."""
         others, corrupt = num_clients - 1, math.ceil(self.corrupt * num_clients)
         alive = others - math.ceil(self.dropped * num_clients)
         pairs = num_clients * others / 2

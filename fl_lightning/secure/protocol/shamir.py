@@ -32,7 +32,7 @@ SHARE_SIZE = 33
 
 
 def split(secret: bytes, places: Iterable[int], threshold: int, entropy: Entropy) -> dict[int, int]:
-    """Split a secret into a share for each place.
+    """Split a secret into a share for each place: ``threshold`` shares determine it, fewer reveal nothing.
 
     Args:
         secret: 32 bytes.
@@ -66,7 +66,7 @@ def split(secret: bytes, places: Iterable[int], threshold: int, entropy: Entropy
 
 
 def combine(shares: Mapping[int, int], threshold: int) -> bytes:
-    """Reconstruct a secret from shares.
+    """Reconstruct a secret from at least ``threshold`` shares.
 
     Args:
         shares: shares by place, at least ``threshold``.
@@ -122,17 +122,17 @@ _PLACES = struct.Struct("<2I")
 
 
 def seed_commitment(session: Session, place: int, seed: bytes) -> bytes:
-    """Return the public commitment to a client's seed, 32 bytes."""
+    """Return the hash by which a client commits to the seed of its own pad, 32 bytes."""
     return _hash("seed", session, place, place, seed)
 
 
 def seed_pad_key(session: Session, place: int, seed: bytes) -> bytes:
-    """Return the key of a client's own pad, 32 bytes."""
+    """Return the key of a client's own pad, derived from the client's seed, 32 bytes."""
     return _hash("own pad", session, place, place, seed)
 
 
 def share_hash(session: Session, what: str, dealer: int, holder: int, share: bytes) -> bytes:
-    """Return the hash of one secret share, which its dealer publishes.
+    """Return the hash of one share of a secret, which the client with the secret (the dealer) publishes.
 
     Args:
         session: session of the secret.
@@ -145,7 +145,7 @@ def share_hash(session: Session, what: str, dealer: int, holder: int, share: byt
 
 
 def share_hashes(session: Session, dealer: int, holder: int, shares: bytes) -> bytes:
-    """Return the hashes of the two shares of one holder, which their dealer publishes."""
+    """Return the hashes of the two shares, of key and of seed, that one client (the dealer) gives to another."""
     parts = (("keys", shares[:SHARE_SIZE]), ("seeds", shares[SHARE_SIZE:]))
     return b"".join(share_hash(session, what, dealer, holder, share) for what, share in parts)
 

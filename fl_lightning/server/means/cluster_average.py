@@ -32,7 +32,7 @@ Points = npt.NDArray[np.float64]
 def clustered(
     points: Points, sizes: Points, num_clusters: int, *, num_starts: int = 10, seed: int = 0
 ) -> Points:
-    """Return the k-means centres of weighted points; fewer if there are fewer distinct points.
+    """Return the k-means centres of weighted points; there are fewer if there are too few distinct points.
 
     Args:
         points: shape (n, d).
@@ -64,7 +64,7 @@ def clustered(
 
 
 def in_order_of(present: Points, centres: Points) -> Points:
-    """Return the centres in the order of the nearest current ones; current ones without a match stay.
+    """Order new centres like the nearest current centres; a current centre without a new one stays.
 
     Example:
         >>> in_order_of(np.array([[0.0], [5.0], [9.0]]), np.array([[9.5], [0.5]])).ravel()
@@ -81,7 +81,7 @@ def in_order_of(present: Points, centres: Points) -> Points:
 
 @final
 class ClusterFedAvg(KeptUpdates):
-    """The aggregator of `KMeans`: k-means over the clients' centroids.
+    """Aggregator of the module `KMeans`: clusters the clients' centroids by weighted k-means.
 
     The server optimizer must be SGD at rate 1 (the default) for the model to land on the new centres.
 
@@ -125,7 +125,7 @@ class ClusterFedAvg(KeptUpdates):
         self.num_starts, self.seed = num_starts, seed
 
     def open(self, like: Tensor) -> None:
-        """Start a round; ``like`` holds the current centroids.
+        """Start a round from the current centroids ``like``, shape (k d,).
 
         Raises:
             ConfigurationError: if their size is no multiple of ``num_clusters``.
@@ -153,7 +153,7 @@ class ClusterFedAvg(KeptUpdates):
         return torch.from_numpy(moved).flatten().to(self._present)
 
     def _sizes(self, update: ClientUpdate) -> Tensor:
-        """Return the weights of a client's centroids, shape (k,)."""
+        """Return the weights of a client's k centroids, shape (k,): the sizes of their clusters, or 1."""
         if self.weight_by_size and update.buffers.numel() == self.num_clusters:
             return update.buffers.cpu().double()
         return torch.ones(self.num_clusters, dtype=torch.float64)

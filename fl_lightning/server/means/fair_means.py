@@ -51,7 +51,7 @@ _BY_LOSSES = Traits(
 
 
 class ByLosses(WeightedMean):
-    """A weighted mean whose weights depend on the losses that clients report."""
+    """Base of fair aggregators: means weighted by the losses that clients report."""
 
     @property
     @override
@@ -65,7 +65,7 @@ class ByLosses(WeightedMean):
 
     @abstractmethod
     def check_loss(self, update: ClientUpdate) -> None:
-        """Raise ClientFailure if the client's loss cannot weight its update."""
+        """Raise ClientFailure if the client's loss cannot be used as a weight."""
 
     @override
     def sums(self) -> list[Tensor]:
@@ -75,7 +75,7 @@ class ByLosses(WeightedMean):
 
 @final
 class QFedAvg(ByLosses):
-    """q-FedAvg; with q = 0 it is the mean, bit for bit.
+    """q-FedAvg: weights clients by a power q of their losses; with q = 0 bit-identical to the plain mean.
 
     L estimates the curvature of the clients' losses; with plain SGD at a suitable rate it is about
     1 / η. Other optimizers (momentum, Adam) take steps of another length, so clients must train with
@@ -116,11 +116,11 @@ class QFedAvg(ByLosses):
 
     @property
     def traits(self) -> Traits:
-        """Traits of a rule by losses; with q > 0 also of a rule that divides by the length of steps."""
+        """Conditions on a round that q-FedAvg needs or breaks, to detect conflicting options."""
         return super().traits | BY_STEPS if self.q > 0 else super().traits
 
     def of_clients(self, optimizer: Optimizer) -> QFedAvg:
-        """Return a copy with the learning rate of the clients' optimizer; itself for q = 0.
+        """Return a copy that knows the learning rate of the clients' optimizer; itself if q is 0.
 
         Raises:
             ConfigurationError: if the optimizer is not plain SGD, or has another rate than ``local_lr``.
@@ -146,7 +146,7 @@ class QFedAvg(ByLosses):
         return QFedAvg(self.q, rate, self.weight_by_examples)
 
     def open(self, like: Tensor) -> None:
-        """Start a round.
+        """Start a round of deltas with the shape (k,), dtype and device of ``like``.
 
         Raises:
             ConfigurationError: if there is no learning rate; a `Federation` sets it, see `of_clients`.
@@ -162,7 +162,7 @@ class QFedAvg(ByLosses):
         self._loss(update)
 
     def _loss(self, update: ClientUpdate) -> float:
-        """Return the client's reported loss F_k; 1 if q is 0.
+        """Return F_k, the loss that the client reported; 1 if q is 0.
 
         Raises:
             ClientFailure: if the loss is negative, missing or not finite, or F_k^q overflows.
@@ -185,7 +185,7 @@ class QFedAvg(ByLosses):
         return loss
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight F_k^q, times the number of examples if wanted; also add the update's term of the denominator.
+        """Return the client's weight F_k^q, with its loss F_k, and add its term to the step's denominator.
 
         Raises:
             ClientFailure: as `check_loss`.
@@ -217,7 +217,7 @@ class QFedAvg(ByLosses):
 
 @final
 class TiltedMean(ByLosses):
-    """The mean weighted by the exponential of the loss; with tilt 0 it is the mean, bit for bit.
+    """Tilted mean: weights clients by e^(tilt · loss); with tilt 0 bit-identical to the plain mean.
 
     Args:
         tilt: t ≥ 0, in units of 1 / loss; a large tilt follows the client with the largest loss.
@@ -246,7 +246,7 @@ class TiltedMean(ByLosses):
         self.weight(update)
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight e^(t F_k), times the number of examples if wanted.
+        """Return the client's weight e^(t F_k), with its loss F_k, times its number of examples if wanted.
 
         Raises:
             ClientFailure: if the exponential overflows, or the loss is missing or not finite.
@@ -263,7 +263,7 @@ class TiltedMean(ByLosses):
 
 
 def reported_loss(update: ClientUpdate) -> float:
-    """Return the mean loss of a client's local steps, or the ``train/loss`` that its module logs.
+    """Return a client's mean training loss, or the ``train/loss`` that its module logs.
 
     Raises:
         ClientFailure: if the client reported no finite loss.
@@ -288,7 +288,7 @@ _CLIENTS, _SHARES = "clients", "shares"
 
 @final
 class AFL(ByLosses):
-    """Agnostic federated learning; with step 0 it is the unweighted mean of the clients.
+    """Agnostic FL (AFL): learns weights of clients that favour high losses; step 0 gives the unweighted mean.
 
     Clients start with equal weights; a client that joins later starts with the mean of the weights.
 
@@ -324,7 +324,7 @@ class AFL(ByLosses):
 
     @property
     def weights(self) -> dict[int, float]:
-        """Mixture weight λ of every client that has taken part, by client id."""
+        """Weight λ in AFL's mean of every client that has taken part, by client id."""
         shares = self._shares()
         return {client: share / len(shares) for client, share in shares.items()}
 
@@ -348,7 +348,7 @@ class AFL(ByLosses):
         return reported_loss(update) if self.step else 0.0
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the client's mixture weight λ, and store its loss for the step on λ.
+        """Return the client's weight λ in the mean, and store its loss for the update of λ.
 
         Raises:
             ClientFailure: if the client reported no finite loss.
@@ -357,13 +357,13 @@ class AFL(ByLosses):
         return self._before.get(update.client_id, 1.0)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
-        """Collect the losses of all processes' clients; the mean adds up by `sums`."""
+        """Collect the losses of all processes' clients, on which λ depends; `sums` adds up the mean."""
         self._losses = {
             client: loss for part in gather(self._losses) for client, loss in part.items()
         }
 
     def close(self) -> Tensor:
-        """Return the weighted mean, and update λ by a projected gradient step."""
+        """Return the weighted mean, and update the weights λ by a projected gradient step."""
         clients = sorted(self._before.keys() | self._losses.keys())
         shares = np.array([self._before.get(client, 1.0) for client in clients])
         if self.step:

@@ -52,7 +52,7 @@ _BY_EXAMPLES = Traits(
 
 
 class Mean(WeightedMean):
-    """The mean of a round's updates, FedAvg's aggregation.
+    """Mean of a round's updates, as in FedAvg.
 
     Args:
         weight_by_examples: weigh each update by its ``num_examples``; else weigh clients equally.
@@ -76,17 +76,17 @@ class Mean(WeightedMean):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the aggregator: a mean is private only with equal weights, as numbers of examples have no bound."""
+        """Conditions on a round that the mean needs or breaks; weights by examples break client-level privacy."""
         if self.weight_by_examples:
             return super().traits | _BY_EXAMPLES
         return super().traits.without(*_BY_EXAMPLES.breaks)
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the number of examples, or 1."""
+        """Return the client's number of examples, or 1 if clients have equal weights."""
         return update.num_examples if self.weight_by_examples else 1
 
     def receive(self, updates: Updates) -> None:
-        """Add updates together; bit-identical to adding one after the other."""
+        """Add several updates at once; bit-identical to adding one after the other."""
         if type(self).weight is not Mean.weight:  # a user's subclass
             super().receive(updates)
             return
@@ -97,7 +97,7 @@ class Mean(WeightedMean):
 
 @final
 class OverlapMean(Aggregator):
-    """The mean of a round's updates over the clients that may move each coordinate.
+    """Mean of each coordinate over the clients whose masks let it train.
 
     It needs three times the memory of `Mean`, for a sum of weights per coordinate.
 
@@ -119,7 +119,7 @@ class OverlapMean(Aggregator):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the aggregator, which allows clients with different masks."""
+        """Conditions on a round that the mean needs or breaks; clients may have different masks."""
         return super().traits.without(Trait.ONE_MASK)
 
     @override
@@ -128,7 +128,7 @@ class OverlapMean(Aggregator):
         self._weights = torch.zeros_like(like, dtype=torch.float64)
 
     def add(self, update: ClientUpdate) -> None:
-        """Add one update; if its ``active`` is None, all coordinates count."""
+        """Add one update; only coordinates in its ``active`` count, or all if that is None."""
         weight = update.num_examples if self.weight_by_examples else 1
         own: Tensor | int = weight if update.active is None else weight * update.active
         self._weights += own
@@ -156,7 +156,7 @@ class OverlapMean(Aggregator):
 
 @final
 class NormalisedMean(FoldedMeans):
-    """The mean of the clients' average gradients, times their mean number of steps.
+    """FedNova: the mean of the clients' average gradients, times their mean number of steps.
 
     With equal numbers of steps it is `Mean`, up to rounding. The clients' optimizer must be SGD,
     with or without momentum; a correction's pull (FedProx) is accounted for. A client whose optimizer
@@ -200,7 +200,7 @@ class NormalisedMean(FoldedMeans):
                 check_summable(vector, weight, num_updates)
 
     def add(self, update: ClientUpdate) -> None:
-        """Add one update.
+        """Add one client's update to the mean.
 
         Raises:
             ConfigurationError: if its ``effective_steps`` are missing, or 0 though the client moved.

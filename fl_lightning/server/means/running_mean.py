@@ -22,7 +22,7 @@ from fl_lightning.core.errors import ConfigurationError, RoundFailure
 
 
 class RunningMean:
-    """A weighted mean of vectors: m ← m + w / Σw (x - m).
+    """A weighted mean, updated vector by vector: m ← m + w / Σw (x - m).
 
     The mean of one vector, or of any number of equal ones, is that vector, bit for bit.
 
@@ -53,7 +53,7 @@ class RunningMean:
         return self._mean
 
     def sums(self) -> list[Tensor]:
-        """Return tensors to add up over all processes."""
+        """Return this process's sums of vectors and weights, to be added up over all processes."""
         wide = torch.float32 if self._mean.device.type == "mps" else torch.float64
         weight = torch.tensor(self._weight, dtype=wide, device=self._mean.device)
         return [self._mean * weight, weight]
@@ -66,7 +66,7 @@ class RunningMean:
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
-    """Return an empty mean of vectors with the shape, dtype and device of ``like``."""
+    """Return an empty mean for vectors with the shape, dtype and device of ``like``."""
     return ExactMean(like) if exact else RunningMean(like)
 
 
@@ -76,7 +76,7 @@ LARGEST_SUM = 2.0**42
 
 
 def check_summable(vector: Tensor, weight: float, num_vectors: int) -> None:
-    """Raise if an exact mean of vectors as large as this one might overflow.
+    """Raise RoundFailure if an exact mean of vectors as large as this one might overflow.
 
     Args:
         vector: one vector of the mean, shape (k,).
@@ -137,7 +137,7 @@ class ExactMean:
         self._largest = torch.zeros((), dtype=torch.float64, device=like.device)
 
     def add(self, vector: Tensor, weight: float | Tensor) -> None:
-        """Add one vector of shape (k,)."""
+        """Add one vector of shape (k,) to the mean."""
         product = vector.double() * weight
         if product.numel():
             self._largest += product.abs().max()
@@ -147,7 +147,7 @@ class ExactMean:
         self._weight += weight if isinstance(weight, int) else torch.as_tensor(weight).long()
 
     def add_rows(self, vectors: Tensor, weights: Sequence[float]) -> None:
-        """Add m vectors, shape (m, k)."""
+        """Add m vectors, shape (m, k), to the mean."""
         for vector, weight in zip(vectors, weights, strict=True):
             self.add(vector, weight)
 
@@ -159,15 +159,15 @@ class ExactMean:
         """
         if float(self._largest) > LARGEST_SUM:
             raise RoundFailure(
-                f"exact: true can sum updates, times their examples, up to {LARGEST_SUM:.1e}, and this round "
-                f"reached {float(self._largest):.1e}: clip the clients' gradients, lower their "
+                f"with exact: true the sum of updates, each multiplied by its number of examples, must stay below "
+                f"{LARGEST_SUM:.1e}, and this round reached {float(self._largest):.1e}: clip the clients' gradients, lower their "
                 "learning rate, or set the aggregator's exact: false"
             )
         total = self._high.double() / _HIGH + self._low.double() / _LOW
         return (total / self._weight.clamp(min=1)).to(self._dtype)
 
     def sums(self) -> list[Tensor]:
-        """Return tensors to add up over all processes."""
+        """Return this process's sums of vectors and weights, to be added up over all processes."""
         return [self._high, self._low, self._weight, self._largest]
 
     def load_sums(self, sums: list[Tensor]) -> None:

@@ -42,7 +42,7 @@ from fl_lightning.server.robust.rule import AgainstAttackers, RuleContext
 @final
 @dataclass
 class Krum(AgainstAttackers):
-    """The one update that is nearest to its n - f - 2 nearest others.
+    """Krum: the update with the smallest sum of squared distances to its n - f - 2 nearest others.
 
     Args:
         num_attackers: f ≥ 0; a round needs at least 2f + 3 updates.
@@ -62,7 +62,7 @@ class Krum(AgainstAttackers):
 @final
 @dataclass
 class MultiKrum(AgainstAttackers):
-    """The mean of the updates with the lowest scores of `Krum`.
+    """Multi-Krum: the mean of the updates with the lowest scores of `Krum`.
 
     Args:
         num_attackers: f ≥ 0; a round needs at least 2f + 3 updates.
@@ -93,7 +93,7 @@ class MultiKrum(AgainstAttackers):
 
 
 def krum_scores(distances: Floats, num_attackers: int) -> Floats:
-    """Krum's score of every update, shape (n,): squared distances to its n - f - 2 nearest others.
+    """Return Krum's score of every update, shape (n,): summed squared distances to its n - f - 2 nearest others.
 
     Args:
         distances: squared distances, shape (n, n).
@@ -113,7 +113,7 @@ def krum_scores(distances: Floats, num_attackers: int) -> Floats:
 @final
 @dataclass
 class Bulyan(AgainstAttackers):
-    """Bulyan: among updates that Krum chooses, the mean of the values nearest to the median, per coordinate.
+    """Bulyan: selects updates by Krum, and averages the values nearest to the median per coordinate.
 
     Args:
         num_attackers: f ≥ 0; a round needs at least 4f + 3 updates.
@@ -135,7 +135,7 @@ class Bulyan(AgainstAttackers):
 
 
 def krum_choices(distances: Floats, count: int, num_attackers: int) -> list[int]:
-    """Return the row numbers, increasing, of ``count`` updates that Krum chooses one by one."""
+    """Select ``count`` updates by repeated Krum, and return their row numbers, increasing."""
     left = list(range(len(distances)))
     chosen = []
     for _ in range(count):
@@ -145,7 +145,7 @@ def krum_choices(distances: Floats, count: int, num_attackers: int) -> list[int]
 
 
 def mean_around_median(block: Floats, ordered: Floats, count: int) -> Floats:
-    """Mean of the values of each column that are nearest to its median, shape (width,).
+    """Return the mean of each column's ``count`` values nearest to its median, shape (width,).
 
     Of equally near values, those in the first rows are used.
 
@@ -176,7 +176,7 @@ def mean_around_median(block: Floats, ordered: Floats, count: int) -> Floats:
 
 
 def _mean_of_first(block: Floats, medians: Floats, reach: Floats, count: int) -> Floats:
-    """Means of each column's values nearer than ``reach``, completed by the first values at exactly that distance."""
+    """Return the mean of each column's ``count`` values nearest to its median; in a tie the first rows count."""
     distances = np.abs(block - medians)
     is_nearer, is_at_reach = distances < reach, distances == reach
     room = count - is_nearer.sum(0, dtype=np.int32)

@@ -36,7 +36,7 @@ _BLOCKS_PER_MAP = 64
 
 
 class Rows(ABC):
-    """n vectors of k numbers, read in blocks of columns.
+    """A matrix of n vectors (updates) of k numbers, read in blocks of columns to limit memory.
 
     Attributes:
         num_columns: k.
@@ -55,7 +55,7 @@ class Rows(ABC):
 
     @abstractmethod
     def blocks(self, rows: Sequence[int] | None = None) -> Blocks:
-        """Yield (columns, block) with read-only blocks of shape (number of rows, width).
+        """Yield (slice of columns, block): read-only blocks of the matrix, shape (number of rows, width).
 
         The memory of a block is reused for the next one.
 
@@ -65,7 +65,7 @@ class Rows(ABC):
 
 
 def block_width(num_rows: int, num_columns: int, itemsize: int) -> int:
-    """Number of columns of a block, ≥ 1.
+    """Return how many columns a block has, ≥ 1, so that it fits into limited memory.
 
     Example:
         >>> block_width(100, 21_000_000, 4)
@@ -75,7 +75,7 @@ def block_width(num_rows: int, num_columns: int, itemsize: int) -> int:
 
 
 class UpdateRows(Rows):
-    """The updates of one round; those beyond a memory limit go to a temporary file.
+    """The updates of one round as rows of a matrix; those beyond a memory limit are in a temporary file.
 
     Args:
         like: a vector with the shape (k,) and device of the updates; half precision is kept as float32.
@@ -108,14 +108,14 @@ class UpdateRows(Rows):
 
     @property
     def num_examples(self) -> Floats:  # type: ignore[override]
-        """Number of examples behind each row, shape (n,)."""
+        """Number of examples of each row's client, shape (n,)."""
         return np.array([update.num_examples for update in self._updates], dtype=np.float64)
 
     def __len__(self) -> int:
         return len(self._updates)
 
     def append(self, update: ClientUpdate) -> None:
-        """Add one update; its delta and buffers are copied, and buffers stay in memory."""
+        """Add a client's update as a row: a copy of its delta and, always in memory, of its buffers."""
         metrics = {name: value.detach().cpu() for name, value in update.metrics.items()}
         buffers = update.buffers.detach().cpu().clone()
         place = bisect_right(self.client_ids, update.client_id)
@@ -126,7 +126,7 @@ class UpdateRows(Rows):
         )
 
     def _keep(self, delta: Tensor) -> Floats | int:
-        """Copy a delta, or write it to the temporary file and return its place there."""
+        """Return a copy of a delta, or write it to the temporary file and return its index there."""
         row: Floats = delta.detach().cpu().numpy().astype(self.dtype, copy=True)
         if len(self) < self._num_in_memory:
             return row
@@ -159,7 +159,7 @@ class UpdateRows(Rows):
             yield columns, block
 
     def _sources(self, rows: Sequence[int]) -> list[Floats]:
-        """Return rows, each of shape (k,): arrays, or parts of the mapped file."""
+        """Return the deltas of some rows, shape (k,) each: arrays in memory, or views of the temporary file."""
         mapped: Any = ()
         if any(isinstance(self._kept[row], int) for row in rows):
             shape = self._num_in_file, self.num_columns
@@ -168,14 +168,14 @@ class UpdateRows(Rows):
         return [mapped[each] if isinstance(each, int) else each for each in kept]
 
     def updates(self) -> Iterator[ClientUpdate]:
-        """Yield the updates in increasing order of client ids."""
+        """Yield the clients' updates in increasing order of client ids."""
         device = self._like.device
         for place, update in enumerate(self._updates):
             delta = torch.from_numpy(self._row(place)).to(device, self._like.dtype)
             yield replace(update, delta=delta, buffers=update.buffers.to(device))
 
     def buffer_rows(self) -> UpdateRows:
-        """Return rows with the updates' buffers instead of their deltas."""
+        """Return a matrix whose rows are the updates' buffers."""
         like = self._updates[0].buffers if self._updates else torch.empty(0)
         rows = UpdateRows(like)
         for update in self._updates:
@@ -190,7 +190,7 @@ class UpdateRows(Rows):
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
     ) -> UpdateRows:
-        """Return the updates of all processes; called by all of them.
+        """Return a matrix with the updates of all processes; every process must call this.
 
         One update is sent at a time, as a sum to which the other processes contribute zeros.
 
@@ -212,7 +212,7 @@ class UpdateRows(Rows):
 
 
 class _View(Rows):
-    """Rows computed from other rows, one block at a time."""
+    """A matrix whose blocks are computed from another matrix when they are read."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _View(Rows):
 
 
 def chosen_rows(rows: Rows, places: Sequence[int]) -> Rows:
-    """Return some of the rows, given their numbers."""
+    """Return the matrix of the rows with these numbers."""
     clients = [rows.client_ids[place] for place in places]
 
     def blocks(some: Sequence[int] | None) -> Blocks:
@@ -240,7 +240,7 @@ def chosen_rows(rows: Rows, places: Sequence[int]) -> Rows:
 
 
 def mixed_rows(rows: Rows, matrix: Floats) -> Rows:
-    """Return sums of rows: y_i = Σ_j M_ij x_j, with M of shape (m, n)."""
+    """Return the matrix of mixtures y_i = Σ_j M_ij x_j of the rows x_j, with M of shape (m, n)."""
 
     def blocks(some: Sequence[int] | None) -> Blocks:
         mixed = (matrix if some is None else matrix[list(some)]).astype(rows.dtype)
@@ -251,7 +251,7 @@ def mixed_rows(rows: Rows, matrix: Floats) -> Rows:
 
 
 def rows_and_one(rows: Rows, last: Floats) -> Rows:
-    """Return all rows and one more vector, shape (k,), as a last row with 0 examples."""
+    """Return the matrix with one more vector, shape (k,), as its last row, of 0 examples."""
 
     def blocks(some: Sequence[int] | None) -> Blocks:
         for columns, block in rows.blocks():

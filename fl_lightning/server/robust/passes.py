@@ -22,7 +22,7 @@ _DIGITS_LOST = 1e4
 
 
 def products(rows: Rows, origin: int | None = None) -> Floats:
-    """Inner products of all pairs of rows, float64, shape (n, n).
+    """Return the inner products of all pairs of rows, float64, shape (n, n).
 
     If a row's norm overflows its dtype, its entries are infinite or NaN.
 
@@ -39,7 +39,7 @@ def products(rows: Rows, origin: int | None = None) -> Floats:
 
 
 def squared_distances(rows: Rows) -> Floats:
-    """Squared distances of all pairs of rows, float64, shape (n, n), with zeros on the diagonal.
+    """Return the squared distances of all pairs of rows, float64, shape (n, n), 0 on the diagonal.
 
     A row whose norm overflows is infinitely far from all others.
     """
@@ -57,7 +57,7 @@ def squared_distances(rows: Rows) -> Floats:
 
 
 def _error_bounds(gram: Floats) -> Floats:
-    """Products |x_i| |x_j|, to which the errors of G_ij are proportional."""
+    """Return |x_i| |x_j|, to which rounding errors of the inner products are proportional, shape (n, n)."""
     lengths = np.sqrt(np.diag(gram))
     with np.errstate(over="ignore", invalid="ignore"):
         bounds: Floats = np.outer(lengths, lengths)
@@ -65,7 +65,7 @@ def _error_bounds(gram: Floats) -> Floats:
 
 
 def distances_of(gram: Floats) -> Floats:
-    """Squared distances, given inner products, both of shape (n, n).
+    """Return the squared distances of vectors, given their inner products, both of shape (n, n).
 
     Example:
         >>> distances_of(np.array([[1.0, 0.0], [0.0, 4.0]])).tolist()
@@ -82,7 +82,7 @@ def distances_of(gram: Floats) -> Floats:
 
 
 def row_norms(rows: Rows) -> Floats:
-    """L2 norms of the rows, float64, shape (n,)."""
+    """Return the L2 norms of the rows, float64, shape (n,)."""
     squares = np.zeros(len(rows))
     for _, block in rows.blocks():
         squares += np.einsum("ij,ij->i", block, block, dtype=np.float64)
@@ -91,7 +91,7 @@ def row_norms(rows: Rows) -> Floats:
 
 
 def combined(rows: Rows, coefficients: Floats) -> Floats:
-    """Sum Σ c_i x_i, shape (k,); rows with coefficient 0 are not read."""
+    """Return Σ c_i x_i, the rows' sum with coefficients c, shape (k,); rows with coefficient 0 are not read."""
     used = np.flatnonzero(coefficients)
     weights = coefficients[used].astype(rows.dtype)
     result = np.zeros(rows.num_columns, rows.dtype)
@@ -102,7 +102,7 @@ def combined(rows: Rows, coefficients: Floats) -> Floats:
 
 
 def sorted_sum(rows: Rows, weights: Floats) -> Floats:
-    """Sum Σ_r w_r x_(r) of each coordinate's values in increasing order, shape (k,).
+    """Return, per coordinate, the sum of its n sorted values times ``weights``, e.g. the median: shape (k,).
 
     Args:
         rows: n rows.
@@ -118,7 +118,7 @@ def sorted_sum(rows: Rows, weights: Floats) -> Floats:
 
 
 def sorted_blocks(rows: Rows, first: int, end: int) -> Iterator[tuple[slice, Floats, Floats]]:
-    """Yield (columns, the sorted columns' ranks from ``first`` to ``end``, the unsorted columns).
+    """Yield (columns, their sorted values from rank ``first`` to ``end`` - 1, their unsorted values).
 
     The sorted columns have shape (end - first, width), the unsorted ones (n, width). The memory of a
     block is reused for the next one.
@@ -134,7 +134,7 @@ def sorted_blocks(rows: Rows, first: int, end: int) -> Iterator[tuple[slice, Flo
 
 
 def median_weights(count: int) -> Floats:
-    """Weights of the values in increasing order in their median, shape (count,).
+    """Return the weights of ``count`` sorted values that give their median: 0, or 1/2 or 1 in the middle.
 
     Example:
         >>> median_weights(3).tolist(), median_weights(4).tolist()
@@ -144,7 +144,7 @@ def median_weights(count: int) -> Floats:
 
 
 def trimmed_weights(count: int, num_trimmed: int) -> Floats:
-    """Weights of the values in the mean without ``num_trimmed`` at each end, shape (count,).
+    """Return weights of sorted values in the trimmed mean: 0 for ``num_trimmed`` at each end, else equal.
 
     Example:
         >>> trimmed_weights(4, 1).tolist()
@@ -156,7 +156,7 @@ def trimmed_weights(count: int, num_trimmed: int) -> Floats:
 
 
 def mean_and_std(rows: Rows) -> tuple[Floats, Floats]:
-    """Mean and standard deviation of every coordinate over the rows, each of shape (k,)."""
+    """Return mean and standard deviation of every coordinate over the rows, each of shape (k,)."""
     mean, std = np.empty((2, rows.num_columns), rows.dtype)
     for columns, block in rows.blocks():
         mean[columns], std[columns] = block.mean(0), block.std(0)

@@ -52,7 +52,7 @@ _CENTRE = "centre"
 @final
 @dataclass
 class CentredClipping(RobustRule):
-    """Clips updates around the last round's aggregate.
+    """Centred clipping: clips updates around the last round's aggregate, and averages them.
 
     Args:
         radius: τ > 0, in units of an update's norm: no update moves the aggregate by more than
@@ -72,7 +72,7 @@ class CentredClipping(RobustRule):
     }
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the new centre, which is remembered for the next round."""
+        """Return the new centre, shape (k,), around which updates are clipped in the next round."""
         centre = context.memory.get(_CENTRE, np.zeros(rows.num_columns, rows.dtype))
         points = rows_and_one(rows, centre)
         shares = clipped_shares(squared_distances(points), self.radius, self.num_iterations)
@@ -81,7 +81,7 @@ class CentredClipping(RobustRule):
 
 
 def clipped_shares(distances: Floats, radius: float, num_iterations: int) -> Floats:
-    """Weights of the points in the new centre, shape (n + 1,), adding up to 1.
+    """Return the weights of the n updates and the old centre in the new centre: shape (n + 1,), sum 1.
 
     Args:
         distances: squared distances of all points and, last, the old centre; shape (n + 1, n + 1).
@@ -111,7 +111,7 @@ def clipped_shares(distances: Floats, radius: float, num_iterations: int) -> Flo
 @final
 @dataclass
 class NormBounding(RobustRule):
-    """The mean of updates, each clipped to a bound.
+    """The mean of updates, each scaled down to at most a given norm.
 
     Args:
         bound: largest L2 norm M > 0 of an update, ∞ for the plain mean; the median of the round's
@@ -169,7 +169,7 @@ class GeometricMedian(RobustRule):
 
 
 def weiszfeld(distances: Floats, shares: Floats, smoothing: float) -> Floats:
-    """Weights of the points in their geometric median, shape (n,), adding up to 1.
+    """Return the weights of points in their geometric median, by Weiszfeld's algorithm: shape (n,), sum 1.
 
     Points infinitely far from the others have weight 0.
 
@@ -202,7 +202,7 @@ def weiszfeld(distances: Floats, shares: Floats, smoothing: float) -> Floats:
 @final
 @dataclass
 class FLTrust(RobustRule):
-    """The mean of updates weighted by their cosine with a trusted client's update, and scaled to its norm.
+    """FLTrust: the mean of updates scaled to a trusted client's norm, weighted by their cosine with its update.
 
     Args:
         trusted_client: client whose shard is the server's root set; it must be in every cohort.
@@ -221,7 +221,7 @@ class FLTrust(RobustRule):
         return 2
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the trusted mean, shape (k,).
+        """Return FLTrust's aggregate, shape (k,).
 
         Raises:
             RoundFailure: if the trusted client sent no update.
@@ -236,7 +236,7 @@ class FLTrust(RobustRule):
 
 
 def similarities(rows: Rows, place: int) -> Floats:
-    """Inner products of all rows with the row at ``place``, float64, shape (n,)."""
+    """Return the inner products of all rows with row number ``place``, float64, shape (n,)."""
     products = np.zeros(len(rows))
     for _, block in rows.blocks():
         products += np.einsum("ij,j->i", block, block[place], dtype=np.float64)
@@ -244,7 +244,7 @@ def similarities(rows: Rows, place: int) -> Floats:
 
 
 def trusted_shares(products: Floats, norms: Floats, own: int) -> Floats:
-    """Coefficients of the updates in FLTrust's aggregate, shape (n,); 0 for the trusted one.
+    """Return the factor of each update in FLTrust's aggregate, shape (n,); 0 for the trusted client's.
 
     Args:
         products: inner products with the trusted update, shape (n,).

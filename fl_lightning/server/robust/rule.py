@@ -51,7 +51,7 @@ from fl_lightning.server.robust.passes import (
 
 @dataclass
 class RuleContext:
-    """Arguments of a robust rule besides the updates: the round's number and the rule's memory."""
+    """Inputs of a robust rule besides the updates: the round's number, and vectors kept between rounds."""
 
     round_index: int = 0  # number of the round, for rules that draw at random
     # vectors of shape (k,) by name, which the rule may change; kept from round to round
@@ -60,7 +60,7 @@ class RuleContext:
 
 @dataclass(kw_only=True)
 class RobustRule(Ranged, KeptUpdates):
-    """Base of robust rules, which are dataclasses and define `combine`.
+    """Base of robust aggregators such as the median; subclasses are dataclasses that define `combine`.
 
     Args:
         memory_gb: memory for updates in GiB (2³⁰ bytes), ≥ 0; the rest goes to a file. With several
@@ -93,7 +93,7 @@ class RobustRule(Ranged, KeptUpdates):
 
     @property
     def trusted_client(self) -> int | None:
-        """Id of a client that must be in every round, because its update judges the others; None without one."""
+        """Id of the client whose update judges the others, and which must be in every round; else None."""
         return None
 
     @property
@@ -103,7 +103,7 @@ class RobustRule(Ranged, KeptUpdates):
 
     @abstractmethod
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the aggregate, shape (k,)."""
+        """Return the aggregate of the rows (updates), shape (k,)."""
 
     @property
     @override
@@ -156,7 +156,7 @@ class RobustRule(Ranged, KeptUpdates):
 
 @dataclass
 class AgainstAttackers(RobustRule):
-    """Base of rules that tolerate f attackers.
+    """Base of robust aggregators that tolerate a given number f of attackers.
 
     Attributes:
         needed: (a, b): a round needs at least a f + b updates.
@@ -191,7 +191,7 @@ class TrimmedMean(AgainstAttackers):
     """The mean of every coordinate without its f smallest and its f largest values.
 
     Args:
-        num_attackers: f ≥ 0; a round needs at least 2f + 1 updates. With 0 it is the mean.
+        num_attackers: f ≥ 0; a round needs at least 2f + 1 updates. f = 0 gives the plain mean.
 
     Raises:
         ConfigurationError: if it is negative.
@@ -208,11 +208,11 @@ class TrimmedMean(AgainstAttackers):
 @final
 @dataclass
 class NearestNeighbourMixing(RobustRule):
-    """Replaces every update by the mean of the n - f updates nearest to it, and applies a robust rule.
+    """Replaces every update by the mean of the n - f nearest updates (itself included), then applies a rule.
 
     Args:
         rule: rule for the mixed updates.
-        num_attackers: f ≥ 0; a round needs at least 2f + 1 updates. With 0 all become their mean.
+        num_attackers: f ≥ 0; a round needs at least 2f + 1 updates. f = 0 replaces all by their mean.
 
     Raises:
         ConfigurationError: if it is negative, or the rule has a trusted client.
@@ -247,7 +247,7 @@ class NearestNeighbourMixing(RobustRule):
 @final
 @dataclass
 class Bucketing(RobustRule):
-    """Replaces random buckets of s updates by their means, and applies a robust rule to the means.
+    """Averages updates in random buckets of s, and applies a robust rule to the averages.
 
     Args:
         rule: rule for the buckets' means; its number of attackers counts buckets.
@@ -287,7 +287,7 @@ class Bucketing(RobustRule):
 
 
 def check_mixable(rule: RobustRule) -> None:
-    """Raise ConfigurationError if a rule needs the unmixed update of a trusted client."""
+    """Raise ConfigurationError if a rule relies on a trusted client's update, which mixing would change."""
     if rule.trusted_client is not None:
         raise ConfigurationError(
             f"{type(rule).__name__} needs the update of its trusted client, and pre-aggregation mixes the updates "

@@ -29,7 +29,7 @@ from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
 
 
 class Calibration:
-    """Calibration round by round, for callers that compute the scores themselves.
+    """Calibrates a mask round by round, from scores that the caller computes, e.g. on clients.
 
     Args:
         plan: options of the calibration.
@@ -68,20 +68,20 @@ class Calibration:
 
     @property
     def is_done(self) -> bool:
-        """True after the last round, when `mask` is the result."""
+        """True after the last calibration round; `mask` is then the result."""
         return self.round == len(self.num_kept)
 
     @property
     def needs_scores(self) -> bool:
-        """True if `step` needs scores."""
+        """True if the rule ranks entries by scores, so that `step` needs them."""
         return self._rule.needs_scores
 
     def soft_parameters(self) -> dict[str, Tensor]:
-        """Return the values at which to score in this round: dropped entries are multiplied by the soft mask."""
+        """Return the parameters at which to score in this round; dropped entries are scaled by ``soft_mask``."""
         return soften(self._parameters, self.mask, self._plan.soft_mask)
 
     def step(self, scores: Scores | None = None) -> None:
-        """Drop entries by the scores of this round, summed over all clients.
+        """Finish a round: choose the entries to keep by its scores, which are summed over clients.
 
         Raises:
             ConfigurationError: if needed scores are missing, or scores are of other tensors, NaN or negative.
@@ -126,7 +126,7 @@ def calibrate(
     seed: int = 0,
     **plan: Any,
 ) -> Mask:
-    """Calibrate the mask of a module on some examples; the module does not change.
+    """Return a mask of the entries of a module to train, by scores on examples; the module does not change.
 
     Args:
         module: the model.

@@ -23,7 +23,7 @@ from fl_lightning.sparsity.masks.mask import Mask
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationPlan:
-    """Options of a calibration.
+    """Options of mask calibration: density, rule, number of rounds and so on.
 
     Args:
         density: fraction of the maskable entries that train, in (0, 1].
@@ -52,11 +52,11 @@ class CalibrationPlan:
 
     @property
     def chosen_rule(self) -> Rule:
-        """The rule; `LeastSensitive` by default."""
+        """Rule that ranks the entries; `LeastSensitive` by default."""
         return self.rule or LeastSensitive()
 
     def num_kept(self, num_entries: int) -> list[int]:
-        """Return the number of entries kept after each round, at least 1."""
+        """Return how many entries are kept after each calibration round, at least 1 each."""
         density = resolve_density(self.density, self.sparsity)
         rounds = self.rounds if self.chosen_rule.needs_scores else 1
         kept = [max(1, round(num_entries * d)) for d in density_schedule(density, rounds)]
@@ -64,7 +64,7 @@ class CalibrationPlan:
 
 
 def resolve_density(density: float | None, sparsity: float | None) -> float:
-    """Return the density in (0, 1], from a density or from a sparsity = 1 - density.
+    """Return the density in (0, 1] of a user who gives the density, or the sparsity = 1 - density.
 
     Raises:
         ConfigurationError: if neither is given, one is out of range, or they contradict each other.
@@ -91,7 +91,7 @@ def resolve_density(density: float | None, sparsity: float | None) -> float:
 
 
 def density_schedule(density: float, rounds: int) -> list[float]:
-    """Return the densities after rounds 1 to R; the last one is ``density`` itself.
+    """Return the mask's density after each of R calibration rounds, falling geometrically to ``density``.
 
     Example:
         >>> [round(d, 6) for d in density_schedule(0.1, 4)]
@@ -101,7 +101,7 @@ def density_schedule(density: float, rounds: int) -> list[float]:
 
 
 def soften(parameters: Mapping[str, Tensor], mask: Mask, factor: float) -> dict[str, Tensor]:
-    """Return new tensors by name, in which the entries outside the mask are multiplied by a factor.
+    """Return copies of parameters by name, in which entries outside the mask are multiplied by a factor.
 
     Example:
         >>> weight = torch.tensor([2.0, 4.0])

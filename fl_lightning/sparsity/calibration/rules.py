@@ -28,7 +28,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class Rule(Protocol):
-    """Protocol of the rules for the order in which entries are kept.
+    """Protocol of rules that rank the entries of parameters: which ones to train first.
 
     Attributes:
         needs_scores: whether the rule uses sensitivities; if False, it gets none.
@@ -37,13 +37,13 @@ class Rule(Protocol):
     needs_scores: ClassVar[bool]
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return sort keys by name, of the parameters' shapes; entries with the lowest keys are kept first."""
+        """Return a sort key for each entry, by parameter name; entries with the lowest keys train."""
 
 
 @final
 @dataclass(frozen=True)
 class LeastSensitive:
-    """Entries with the lowest sensitivity train.
+    """Rule that trains the entries with the lowest sensitivity scores.
 
     Example:
         >>> scores = {"weight": torch.tensor([0.1, 0.9])}
@@ -54,14 +54,14 @@ class LeastSensitive:
     needs_scores: ClassVar[bool] = True
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return the scores."""
+        """Return the scores as sort keys: the lowest scores come first."""
         return dict(scores)
 
 
 @final
 @dataclass(frozen=True)
 class MostSensitive:
-    """Entries with the highest sensitivity train.
+    """Rule that trains the entries with the highest sensitivity scores.
 
     Example:
         >>> scores = {"weight": torch.tensor([0.1, 0.9])}
@@ -72,14 +72,14 @@ class MostSensitive:
     needs_scores: ClassVar[bool] = True
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return the negated scores."""
+        """Return the negated scores as sort keys: the highest scores come first."""
         return {name: -score for name, score in scores.items()}
 
 
 @final
 @dataclass(frozen=True)
 class LowestMagnitude:
-    """Entries with the lowest absolute value train.
+    """Rule that trains the entries with the lowest absolute values.
 
     Example:
         >>> parameters = {"weight": torch.tensor([-2.0, 1.0])}
@@ -90,14 +90,14 @@ class LowestMagnitude:
     needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return the absolute values."""
+        """Return the absolute values of the parameters as sort keys: the lowest come first."""
         return {name: parameter.detach().abs() for name, parameter in parameters.items()}
 
 
 @final
 @dataclass(frozen=True)
 class HighestMagnitude:
-    """Entries with the highest absolute value train.
+    """Rule that trains the entries with the highest absolute values.
 
     Example:
         >>> parameters = {"weight": torch.tensor([-2.0, 1.0])}
@@ -108,14 +108,14 @@ class HighestMagnitude:
     needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return the negated absolute values."""
+        """Return the negated absolute values as sort keys: the highest values come first."""
         return {name: -parameter.detach().abs() for name, parameter in parameters.items()}
 
 
 @final
 @dataclass(frozen=True)
 class RandomEntries:
-    """Entries that are drawn uniformly from all tensors train.
+    """Rule that trains entries drawn uniformly at random.
 
     Example:
         >>> parameters = {"weight": torch.zeros(2)}
@@ -127,7 +127,7 @@ class RandomEntries:
     needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
-        """Return independent uniform numbers, a pure function of the seed and the shapes."""
+        """Return random sort keys, uniform and independent; they depend only on the seed and the shapes."""
         generator = numpy_generator(seed, "random mask")
         return {
             # 53 random bits: ties, which would favour the first entry, practically never occur
@@ -137,7 +137,7 @@ class RandomEntries:
 
 
 def keep_lowest(values: Tensor, allowed: Tensor, k: int) -> Tensor:
-    """Return the mask of the k lowest allowed values, bool of shape (n,).
+    """Return which k entries have the lowest values among those allowed, bool of shape (n,).
 
     Args:
         values: shape (n,), without nan.
@@ -159,7 +159,7 @@ def keep_lowest(values: Tensor, allowed: Tensor, k: int) -> Tensor:
 
 
 def apportion(sizes: list[int], k: int) -> list[int]:
-    """Distribute k over parts in proportion to their sizes, by largest remainders (Hamilton).
+    """Divide k units among parts in proportion to their sizes, in whole numbers, by largest remainders.
 
     No part gets more than its size; of equal remainders the first is rounded up.
 
@@ -179,7 +179,7 @@ def apportion(sizes: list[int], k: int) -> list[int]:
 
 
 def next_mask(order: Mapping[str, Tensor], mask: Mask, k: int, *, per_tensor: bool = False) -> Mask:
-    """Return the mask of the k entries with the lowest sort keys among the active entries of a mask.
+    """Shrink a mask: of its active entries, keep the k with the lowest sort keys.
 
     Args:
         order: sort keys by name, without NaN; of equal keys the first by flat index, in the mask's order.

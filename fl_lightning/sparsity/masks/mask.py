@@ -36,7 +36,7 @@ VERSION = 1  # of the layout of packed bits, in checkpoints, files and the hash
 
 
 class Mask(Mapping[str, Tensor]):
-    """Immutable mapping from parameter names to bool tensors of the parameters' shapes.
+    """Mask of the entries that train: maps parameter names to bool tensors of their shapes; immutable.
 
     Two masks are equal if names, shapes and bits are equal, in any order and on any devices. The
     tensors are not copied on access: do not write to them.
@@ -68,7 +68,7 @@ class Mask(Mapping[str, Tensor]):
 
     @classmethod
     def ones(cls, tensors: Mapping[str, Tensor]) -> Mask:
-        """Return the mask by which all entries of some tensors train."""
+        """Return the mask that trains all entries of the given tensors."""
         return cls({name: torch.ones_like(t, dtype=torch.bool) for name, t in tensors.items()})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -94,12 +94,12 @@ class Mask(Mapping[str, Tensor]):
 
     @property
     def num_active(self) -> int:
-        """Number of entries that train."""
+        """Number of entries that train, over all tensors."""
         return sum(self._active.values())
 
     @property
     def num_entries(self) -> int:
-        """Number of all entries."""
+        """Number of all entries that the mask covers, trained or frozen."""
         return sum(tensor.numel() for tensor in self._tensors.values())
 
     @property
@@ -109,20 +109,20 @@ class Mask(Mapping[str, Tensor]):
 
     @property
     def sparsity(self) -> float:
-        """Fraction of entries that do not train: 1 - density."""
+        """Fraction of entries that are frozen: 1 - density."""
         return 1 - self.density
 
     @property
     def active_per_tensor(self) -> dict[str, int]:
-        """Number of entries that train, by tensor."""
+        """Number of entries that train, by name of the tensor."""
         return dict(self._active)
 
     def to(self, device: torch.device | str) -> Mask:
-        """Return the same mask on a device."""
+        """Return the mask, copied to a device."""
         return Mask({name: tensor.to(device) for name, tensor in self._tensors.items()})
 
     def hash(self) -> str:
-        """Hash of names, shapes and bits (blake2b), 32 hexadecimal digits."""
+        """Return a hash that identifies the mask: names, shapes and bits by blake2b, 32 hexadecimal digits."""
         if self._hash is None:
             digest = hashlib.blake2b(f"mask {VERSION}".encode(), digest_size=16)
             for name in sorted(self._tensors):
@@ -133,7 +133,7 @@ class Mask(Mapping[str, Tensor]):
         return self._hash
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names, shapes, hash and packed bits, for a checkpoint."""
+        """Return the mask for a checkpoint: names, shapes, hash, and bits packed to 8 per byte."""
         return {
             "version": VERSION,
             "hash": self.hash(),
@@ -143,7 +143,7 @@ class Mask(Mapping[str, Tensor]):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Mask:
-        """Restore a mask from `state_dict`, on the CPU.
+        """Return the mask that `state_dict` of another mask describes, on the CPU.
 
         Raises:
             ConfigurationError: if the version differs, a tensor is missing, or the hash does not match.
@@ -166,7 +166,7 @@ class Mask(Mapping[str, Tensor]):
         return mask
 
     def to_bytes(self) -> bytes:
-        """Return the content of a file of the mask."""
+        """Return the mask as the bytes of a mask file."""
         state = self.state_dict()
         about = {
             "version": state["version"],
@@ -177,7 +177,7 @@ class Mask(Mapping[str, Tensor]):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Mask:
-        """Read a mask, on the CPU, from the content of a file, which may come from elsewhere.
+        """Return the mask that a file's bytes describe, on the CPU; checks them, as they may be untrusted.
 
         Raises:
             ConfigurationError: if it is no mask of this version, or damaged.
@@ -193,7 +193,7 @@ class Mask(Mapping[str, Tensor]):
         return cls.from_state_dict({**state, "bits": bits})
 
     def check_fits(self, module: nn.Module) -> None:
-        """Raise ConfigurationError if the module lacks tensors of the mask, or has other shapes."""
+        """Raise ConfigurationError if a module has no parameters of the mask's names and shapes."""
         found = dict(module.named_parameters())
         missing = [name for name in self if name not in found]
         differing = [
@@ -210,7 +210,7 @@ class Mask(Mapping[str, Tensor]):
 
 
 def some(names: list[str], most: int = 5) -> str:
-    """Return the first few names as text for a message, and the number of the others.
+    """Return names as text for a message: the first few, and how many more there are.
 
     Example:
         >>> some(["a", "b", "c"], most=2)
@@ -278,7 +278,7 @@ def _name_and_shape(entry: Any) -> tuple[str, list[int]]:
 
 @dataclass(frozen=True)
 class LayerDensity:
-    """Density of one tensor or layer.
+    """Density of a mask in one layer or tensor.
 
     Attributes:
         name: name of the tensor or layer.
@@ -292,12 +292,12 @@ class LayerDensity:
 
     @property
     def density(self) -> float:
-        """Fraction of entries that train, in [0, 1]; 1 without entries."""
+        """Fraction of the layer's entries that train, in [0, 1]; 1 for a layer without entries."""
         return self.num_active / self.num_entries if self.num_entries else 1.0
 
 
 def density_per_layer(mask: Mask, depth: int | None = None) -> list[LayerDensity]:
-    """Return the density of every layer, in the order of first appearance.
+    """Return a mask's density in every layer, in the order of the layers in the mask.
 
     Args:
         mask: the mask.

@@ -64,6 +64,10 @@ def maskable_names(
         chosen = [name for name in trained if _matches(name, include)]
     _check_patterns("exclude", exclude, [name for name, _ in module.named_parameters()])
     chosen = [name for name in chosen if not _matches(name, exclude)]
+    if not trained:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no trainable parameters to mask: unfreeze those to train"
+        )
     if not chosen:
         raise ConfigurationError(
             f"no parameter of {type(module).__name__} is left for a mask; its {len(trained)} trainable parameters "
@@ -98,7 +102,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def freeze_masked(module: nn.Module, masks: Mapping[str, Tensor]) -> list[str]:
-    """Disable the gradient of parameters whose mask is all False, and return their names.
+    """Disable gradients of parameters of which no entry trains (mask all False); return their names.
 
     If these are the first layers of a network, the backward pass ends above them. Before you set a
     mask by which some of them train again, enable their gradient with ``requires_grad_(True)``.

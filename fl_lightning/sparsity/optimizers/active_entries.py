@@ -28,7 +28,7 @@ DENSE_FROM = 0.5
 
 @dataclass(frozen=True)
 class Split:
-    """Indices of the active or the frozen entries of one tensor; both are None if all are active.
+    """A tensor's mask as indices: of its active (trained) or of its frozen entries; both None if all train.
 
     Attributes:
         active: rising indices of the active entries, shape (k,), if the optimizer steps only them.
@@ -40,7 +40,7 @@ class Split:
 
     @classmethod
     def of(cls, mask: Tensor | None) -> Split:
-        """Return the indices of a mask's active entries, or of its frozen ones if most are active.
+        """Convert a mask into indices of its active entries, or of its frozen entries if most are active.
 
         Without a mask all entries are active.
 
@@ -60,11 +60,11 @@ class Split:
 
     @property
     def is_whole(self) -> bool:
-        """True if all entries are active."""
+        """True if all entries of the tensor are active (train)."""
         return self.active is None and self.frozen is None
 
     def mask(self, like: Tensor) -> Tensor:
-        """Return the mask, bool of the shape and device of ``like``.
+        """Convert the indices into a mask: bool, of the shape and on the device of ``like``.
 
         Example:
             >>> Split(active=torch.tensor([1])).mask(torch.zeros(3)).tolist()
@@ -77,7 +77,7 @@ class Split:
         return mask
 
     def indices(self, like: Tensor) -> Tensor:
-        """Return rising indices of the active entries, shape (k,).
+        """Return the indices of the active (trained) entries, rising, shape (k,).
 
         Example:
             >>> Split(frozen=torch.tensor([1])).indices(torch.zeros(3)).tolist()
@@ -88,7 +88,7 @@ class Split:
         return self.mask(like).flatten().nonzero().view(-1)
 
     def expanded(self, state: Tensor, like: Tensor) -> Tensor:
-        """Return an optimizer's state in the shape of ``like``; the values of frozen entries are arbitrary."""
+        """Expand an optimizer's state of active entries to the shape of ``like``; frozen entries are arbitrary."""
         if self.active is None:
             return state.clone()
         whole = torch.zeros_like(like, dtype=state.dtype)
@@ -96,7 +96,7 @@ class Split:
         return whole
 
     def fitted(self, param: Tensor) -> Split:
-        """Return the split on a parameter's device; raises ValueError if an index is outside the parameter."""
+        """Move the indices to a parameter's device; raises ValueError if an index is outside the parameter."""
         index = self.active if self.active is not None else self.frozen
         if index is None:
             return self
@@ -110,7 +110,7 @@ class Split:
 
 
 def take(tensor: Tensor, index: Tensor) -> Tensor:
-    """Return the entries at indices of the flattened tensor, shape (k,).
+    """Return the entries of a tensor at the given flat indices, shape (k,).
 
     Example:
         >>> take(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 2]))
@@ -120,7 +120,7 @@ def take(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
-    """Write entries at indices of the flattened tensor, in place.
+    """Write values into a tensor at the given flat indices, in place.
 
     Example:
         >>> tensor = torch.zeros(2, 2)
@@ -139,7 +139,7 @@ MOST_ENTRIES_ON_CPU = 50_000
 
 
 class Chunk:
-    """Parameters of one dtype and device whose active entries are updated together.
+    """A group of parameters, equal in dtype and device, whose active entries an optimizer updates together.
 
     Args:
         params: parameters with active entries.
@@ -170,7 +170,7 @@ class Chunk:
         self._reads = list(zip(params, flats, active, self.values, self.grads, strict=True))
 
     def read(self) -> None:
-        """Read the current values and gradients; raises ValueError for a sparse gradient."""
+        """Copy active entries and their gradients from the parameters; raises ValueError for sparse gradients."""
         for param, flat, index, value, grad in self._reads:
             whole = param.grad
             assert whole is not None
@@ -183,7 +183,7 @@ class Chunk:
             torch.index_select(here, 0, index, out=value)
 
     def write(self) -> None:
-        """Write the values back into the parameters."""
+        """Write the updated values of active entries back into the parameters."""
         for param, flat, index, value, _ in self._reads:
             if flat is None:
                 put(param, index, value)
@@ -192,13 +192,13 @@ class Chunk:
 
 
 class ActiveChunks:
-    """The chunks of all parameters, rebuilt only if tensors, their memory or masks change."""
+    """Cache of an optimizer's `Chunk` objects, rebuilt only if parameters or masks change."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[list[Any], list[Tensor], list[Chunk]]] = {}
 
     def of(self, number: int, params: list[Tensor], active: list[Tensor]) -> list[Chunk]:
-        """Return the chunks of a parameter group.
+        """Return the `Chunk` objects of one parameter group, cached.
 
         Args:
             number: number of the group.
@@ -227,7 +227,7 @@ def _chunks(params: Sequence[Tensor], active: Sequence[Tensor]) -> list[Chunk]:
 def _shares(
     pairs: list[tuple[Tensor, Tensor]], device: torch.device
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Group tensors so that the values of each group fit into the processor's cache."""
+    """Group (parameter, indices) pairs so that each group's active entries fit into the CPU's cache."""
     share: list[tuple[Tensor, Tensor]] = []
     size = 0
     for param, index in pairs:

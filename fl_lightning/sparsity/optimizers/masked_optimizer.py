@@ -35,7 +35,7 @@ _UNSUPPORTED = ("capturable", "differentiable")  # options of torch
 
 
 class MaskedOptimizer(Optimizer, ABC):
-    """Optimizer of PyTorch that updates only the active entries of its masks.
+    """Base class of sparse optimizers: PyTorch's update rules on only those entries that masks mark as active.
 
     A subclass has one of PyTorch's optimizers as its second base and defines `move`.
 
@@ -70,7 +70,7 @@ class MaskedOptimizer(Optimizer, ABC):
         values: list[Tensor],
         grads: list[Tensor],
     ) -> None:
-        """Apply the optimizer's update rule from PyTorch to values, in place.
+        """Apply the update rule of PyTorch's optimizer to the given values, in place.
 
         Args:
             group: the parameter group with the options.
@@ -82,7 +82,7 @@ class MaskedOptimizer(Optimizer, ABC):
     def move_in_place(
         self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Update active entries in place by a faster way, if there is one; returns the other parameters.
+        """Update active entries by a faster kernel, if a subclass has one; return the parameters still to update.
 
         Args:
             group: the parameter group with the options.
@@ -91,7 +91,7 @@ class MaskedOptimizer(Optimizer, ABC):
         return parts
 
     def initial_state(self, key: str, stayed: Tensor) -> Tensor:
-        """Return the initial state of entries that become active, a scalar; 0 by default.
+        """Return the optimizer state with which newly active entries start, a scalar; 0 by default.
 
         Args:
             key: name of the state, e.g. ``exp_avg``.
@@ -101,19 +101,19 @@ class MaskedOptimizer(Optimizer, ABC):
 
     @property
     def masks(self) -> dict[Tensor, Tensor]:
-        """Mask of each parameter with frozen entries, bool of the parameter's shape."""
+        """Masks by parameter, bool, True for entries that train; only of parameters with frozen entries."""
         pairs = chain.from_iterable(map(_pairs, self.param_groups))
         return {param: split.mask(param) for param, split in pairs if not split.is_whole}
 
     @property
     def active(self) -> dict[Tensor, Tensor]:
-        """Indices of the active entries of each parameter with frozen ones, shape (k,)."""
+        """Flat indices of active entries by parameter, shape (k,); only of parameters with frozen entries."""
         pairs = chain.from_iterable(map(_pairs, self.param_groups))
         return {p: split.indices(p) for p, split in pairs if not split.is_whole}
 
     @torch.no_grad()
     def set_masks(self, masks: Masks | None) -> None:
-        """Replace all masks; a parameter without a mask trains as a whole.
+        """Replace all masks; all entries of a parameter without a mask train.
 
         Entries that remain active keep their state; entries that become active start with
         `initial_state`. A tensor in which no entry remains active starts without state.
@@ -136,7 +136,7 @@ class MaskedOptimizer(Optimizer, ABC):
             _store(group, splits)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which train as a whole until `set_masks`.
+        """Add a parameter group, whose entries all train until `set_masks`.
 
         Raises:
             ValueError: if an option is not finite, which torch accepts.
@@ -150,7 +150,7 @@ class MaskedOptimizer(Optimizer, ABC):
             _store(group, [Split()] * len(group["params"]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, options and masks; the state of a dense optimizer is cut to the current masks.
+        """Load state, options and masks; a dense optimizer's state is reduced to the currently active entries.
 
         Raises:
             ValueError: if masks do not fit the parameters.
@@ -167,7 +167,7 @@ class MaskedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the active entries once; returns the loss of the closure, or None without a closure."""
+        """Update the active entries once; return the loss of the closure, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -196,7 +196,7 @@ class MaskedOptimizer(Optimizer, ABC):
             put(param, frozen, values)
 
     def _carry_over(self, param: Tensor, before: Split, after: Split) -> None:
-        """Convert a parameter's state from one mask to another."""
+        """Convert a parameter's optimizer state when its mask changes: active entries keep it, new ones start."""
         if not self.state.get(param):
             return
         stays = before.mask(param) & after.mask(param)
@@ -212,7 +212,7 @@ class MaskedOptimizer(Optimizer, ABC):
                 )
 
     def _in_order(self, masks: Masks | None) -> list[Tensor | None]:
-        """Check the masks and return one per parameter, or None."""
+        """Check the masks, and return them in the order of the parameters; None for a parameter without a mask."""
         params = [p for group in self.param_groups for p in group["params"]]
         names = list(chain.from_iterable(g.get("param_names", []) for g in self.param_groups))
         if isinstance(masks, Mapping):

@@ -27,7 +27,7 @@ from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 @final
 class SparseSGDM(MaskedOptimizer, SGD):
-    """`torch.optim.SGD` on the active entries; frozen entries stay bit-identical.
+    """`torch.optim.SGD` that updates only the entries in its masks; frozen entries stay bit-identical.
 
     Without masks, or with masks of ones, it is `torch.optim.SGD`, bit for bit. On a CPU a C kernel updates
     the active entries in one pass, see `sgd_in_one_pass`; with ``foreach`` or ``fused`` PyTorch's kernels do.
@@ -49,7 +49,7 @@ class SparseSGDM(MaskedOptimizer, SGD):
     def move_in_place(
         self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Update parameters that have momentum already in one pass, unless foreach or fused is set."""
+        """Update parameters by a C kernel, in one pass; return those that it cannot update."""
         if group["foreach"] or group["fused"]:
             return parts
         rest = []
@@ -92,7 +92,7 @@ class SparseSGDM(MaskedOptimizer, SGD):
 
 @final
 class SparseAdamW(MaskedOptimizer, AdamW):
-    """`torch.optim.AdamW`, bit for bit, on the active entries; frozen entries stay bit-identical.
+    """`torch.optim.AdamW` on only the entries in its masks, bit for bit; frozen entries stay bit-identical.
 
     A tensor has one count of steps for all its entries. Entries that become active later start with the
     mean second moment of the entries that remain active: with a second moment of zero, their steps would
@@ -111,7 +111,7 @@ class SparseAdamW(MaskedOptimizer, AdamW):
     """
 
     def initial_state(self, key: str, stayed: Tensor) -> Tensor:
-        """Return 0 for the first moment, and the mean of the given states for second moments."""
+        """Return with which state newly active entries start: 0 as first moment, the others' mean as second."""
         return stayed.mean() if key != "exp_avg" else super().initial_state(key, stayed)
 
     @override

@@ -36,7 +36,7 @@ from fl_lightning.sparsity.sensitivity.scoring import Scoring, Tensors
 @final
 @dataclass(frozen=True)
 class SampledFisher(SquaredGradients):
-    """Unbiased estimate of the Fisher diagonal, with labels sampled from the model's prediction.
+    """Estimates the diagonal of the Fisher information, unbiased, with labels drawn from the model's prediction.
 
     The label of an example depends on (seed, position of the example), not on the batch size.
 
@@ -61,7 +61,7 @@ class SampledFisher(SquaredGradients):
         check_range("num_samples", self.num_samples, "at least 1 label per example")
 
     def given(self, seed: int) -> Given:
-        """Return a function that draws a uniform number in [0, 1) for every label to sample."""
+        """Return a function that draws, for a batch, one uniform number in [0, 1) per label to sample."""
         generator = numpy_generator(seed, "sampled labels")  # read in the order of the examples
 
         def draws(_: Any, size: int) -> Tensor:
@@ -70,7 +70,7 @@ class SampledFisher(SquaredGradients):
         return draws
 
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return labels drawn from the model's prediction, with equal weights."""
+        """Return labels of one example, drawn from the model's prediction, and their equal weights."""
         cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
         labels = (cumulative <= given.unsqueeze(-1)).sum(dim=-1).clamp(max=len(logits) - 1)
         return labels, torch.full_like(given, 1 / len(given))
@@ -79,7 +79,7 @@ class SampledFisher(SquaredGradients):
 @final
 @dataclass(frozen=True)
 class ExactFisher(SquaredGradients):
-    """Exact Fisher diagonal: the expectation over all labels, with one backward pass per class.
+    """Computes the Fisher information's diagonal exactly, over all labels: one backward pass per class.
 
     Args:
         scoring: quantity to score, number of examples, memory.
@@ -95,14 +95,14 @@ class ExactFisher(SquaredGradients):
     scoring: Scoring = field(default_factory=Scoring)
 
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all labels, weighted by their probabilities."""
+        """Return all labels, with the model's probabilities as weights."""
         return torch.arange(len(logits), device=logits.device), logits.softmax(dim=-1)
 
 
 @final
 @dataclass(frozen=True)
 class EmpiricalFisher(SquaredGradients):
-    """Squared gradients of the log-probability of every example's given label.
+    """Scores entries by squared gradients of the log-probability of each example's true label.
 
     Often called "the Fisher", which it is not: Kunstner et al. 2019, NeurIPS, section 3.
 
@@ -122,18 +122,18 @@ class EmpiricalFisher(SquaredGradients):
     scoring: Scoring = field(default_factory=Scoring)
 
     def given(self, seed: int) -> Given:
-        """Return a function for the labels of a batch."""
+        """Return a function that reads the labels of a batch."""
         return lambda batch, _: self.labels(batch)
 
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the given label, with weight 1."""
+        """Return the example's true label, with weight 1."""
         return given.reshape(1), logits.new_ones(1)
 
 
 @final
 @dataclass(frozen=True)
 class SquaredMeanGradient(Estimator):
-    """Squared gradient of the mean log-probability of a batch, batches weighted by their sizes.
+    """Scores entries by the squared gradient of a batch's mean log-probability, weighted by batch size.
 
     Args:
         labels: returns the labels (B,) of a batch.

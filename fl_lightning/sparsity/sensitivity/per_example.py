@@ -45,7 +45,7 @@ _Linearise = Callable[
 
 
 class Estimator(ABC):
-    """Base of estimators whose scores are sums over batches; it implements the protocol `Sensitivity`."""
+    """Base class of sensitivity estimators that score batch by batch and add the scores; see `Sensitivity`."""
 
     scoring: Scoring = Scoring()
 
@@ -82,11 +82,11 @@ class Estimator(ABC):
     def _added_to(
         self, sums: dict[str, Tensor], module: nn.Module, values: Tensors, seed: int
     ) -> Callable[[Any, int], None]:
-        """Return a function that adds the scores of a batch, given with its size, to the sums."""
+        """Return a function of (batch, size) that adds the batch's scores to ``sums``."""
 
 
 class SquaredGradients(Estimator):
-    """Base of estimators by squared gradients of single examples; subclasses choose the labels.
+    """Base class of estimators that add squared per-example gradients; subclasses choose the labels.
 
     Subclasses are frozen dataclasses.
 
@@ -106,7 +106,7 @@ class SquaredGradients(Estimator):
     """
 
     def given(self, seed: int) -> Given:
-        """Return a function of a batch and its size for the second arguments of `choose`, one per example.
+        """Return a function of (batch, size) that makes ``given``, the input of `choose`, for each example.
 
         The function is called in the order of the batches. By default its results are empty.
         """
@@ -114,7 +114,7 @@ class SquaredGradients(Estimator):
 
     @abstractmethod
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the labels of one example, shape (S,), and their weights, shape (S,), at least 0.
+        """Return the labels for which to score one example, shape (S,), and their weights ≥ 0, shape (S,).
 
         It runs under `torch.vmap`: no ``if`` on values, and shapes that do not depend on values.
 
@@ -132,7 +132,7 @@ class SquaredGradients(Estimator):
 
 
 class _Squares:
-    """Sums of squared gradients over batches."""
+    """Adds up squared per-example gradients over batches, by vmap if memory and module allow it."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Squares:
         self._vectorizes = self._chunk > 1
 
     def add(self, examples: tuple[Any, Tensor]) -> None:
-        """Add the squared gradients of a batch, which comes with the inputs of `choose`."""
+        """Add the squared gradients of a batch's examples; ``examples`` is the batch and its inputs of `choose`."""
         for chunk in chunks(examples, max(1, self._chunk)):
             if self._vectorizes:
                 self._try_at_once(chunk)
@@ -188,7 +188,7 @@ class _Squares:
                     torch._foreach_addcmul_(sums, gradients, gradients)
 
     def _of_one(self, values: Tensors, example: tuple[Any, Tensor]) -> list[Tensor]:
-        """Return the weighted sum of one example's squared gradients."""
+        """Return one example's squared gradients, summed over its labels with their weights."""
         first, *others = self._gradients(_by_vjp, values, example)
         total = [gradient.square() for gradient in first]
         for gradients in others:
@@ -198,7 +198,7 @@ class _Squares:
     def _gradients(
         self, linearise: _Linearise, values: Tensors, example: tuple[Any, Tensor]
     ) -> Iterator[list[Tensor]]:
-        """Yield one example's gradients for each label, times the root of the label's weight."""
+        """Yield one example's gradient for each of its labels, times the square root of the label's weight."""
         inputs, given = example
         batch = map_batch(lambda tensor: tensor.unsqueeze(0), inputs)
 

@@ -17,7 +17,7 @@ from fl_lightning.sparsity.masks.mask import some
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums of scores over examples, with the number of examples, so that those of clients can be added.
+    """Scores of a model's entries, summed over examples, with their number; clients' scores can be added.
 
     Attributes:
         sums: one tensor per parameter, of its shape, at least 0, in float32 or float64.
@@ -48,12 +48,12 @@ class Scores:
         return Scores(sums, self.num_examples + other.num_examples)
 
     def mean(self) -> dict[str, Tensor]:
-        """Return the means over examples by name: the sensitivities."""
+        """Return the mean score per example of each entry (its sensitivity), by parameter name."""
         return {name: total / self.num_examples for name, total in self.sums.items()}
 
 
 class Sensitivity(Protocol):
-    """Protocol of the estimators, which score every entry of some parameters on some examples."""
+    """Protocol of sensitivity estimators: functions that score every entry of parameters on examples."""
 
     def __call__(
         self,
@@ -80,7 +80,7 @@ Scored = Callable[[Tensor], Tensor]
 
 
 def module_logits(module: nn.Module, batch: Any) -> Tensor:
-    """Return ``module(x)`` for a batch ``(x, y)`` or ``x``, shape (B, classes)."""
+    """Return the logits ``module(x)`` for a batch ``(x, y)`` or ``x``, shape (B, classes)."""
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     logits: Tensor = module(inputs)
     return logits
@@ -102,7 +102,7 @@ def batch_labels(batch: Any) -> Tensor:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Return the log-probability of every class: the quantity of the paper, and of the Fisher information.
+    """Return the log-probability of every class, whose gradients define the Fisher information.
 
     Example:
         >>> import torch
@@ -113,5 +113,5 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def raw_logits(logits: Tensor) -> Tensor:
-    """Return the logits: the quantity of TaLoS's released code, which is no Fisher information."""
+    """Return the logits unchanged, for scores as in TaLoS's released code (not Fisher information)."""
     return logits

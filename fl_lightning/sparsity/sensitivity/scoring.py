@@ -27,7 +27,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Options of all estimators of sensitivity.
+    """Options of sensitivity estimators: what to score, on how many examples, with how much memory.
 
     Args:
         quantity: scored quantity of a class: `log_probabilities` (the paper) or `raw_logits` (its
@@ -50,12 +50,12 @@ class Scoring:
         check_range("memory_limit", self.memory_limit, "at least 1 byte", advice)
 
     def memory_on(self, device: torch.device) -> int:
-        """Return the bytes of gradients that scoring may use on a device."""
+        """Return how many bytes of per-example gradients scoring may hold on a device."""
         default = 2**26 if device.type == "cpu" else 2**31
         return default if self.memory_limit is None else self.memory_limit
 
     def of_values(self, module: nn.Module) -> Callable[[Tensors, Any], tuple[Tensor, Tensor]]:
-        """Return ``(parameters, batch) -> (quantity, logits)``, both (B, classes).
+        """Return a function ``(parameters, batch) -> (quantity to score, logits)``, both (B, classes).
 
         Parameters that are not given are constants with the module's values; buffers are copies, so
         that the module does not change.
@@ -95,7 +95,7 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def checked_parameters(module: nn.Module, parameters: Tensors | None) -> dict[str, Tensor]:
-    """Return the detached values at which to score: those given, or those of all trainable parameters.
+    """Return the parameter values at which to score, detached: the given or else all trainable parameters.
 
     Raises:
         ConfigurationError: if the module lacks a given parameter, or there are none.
@@ -117,7 +117,7 @@ def checked_parameters(module: nn.Module, parameters: Tensors | None) -> dict[st
 
 
 def zero_sums(parameters: Tensors) -> dict[str, Tensor]:
-    """Return accumulators by name: float64 if the parameter is, float32 otherwise."""
+    """Return zero tensors to sum scores in, by parameter name: float64 for float64 parameters, else float32."""
     return {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in parameters.items()
@@ -126,7 +126,7 @@ def zero_sums(parameters: Tensors) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def scoring_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in evaluation mode, and autocast's cache is off."""
+    """Put a module into evaluation mode, and autocast's cache off, inside a ``with`` block."""
     caches = torch.is_autocast_cache_enabled()
     # a weight cast inside one transform must not be reused outside it
     torch.set_autocast_cache_enabled(False)
@@ -192,7 +192,7 @@ def chunks(batch: Any, size: int) -> Iterator[Any]:
 def limited(
     batches: Iterable[Any], max_examples: int | None, device: torch.device
 ) -> Iterator[tuple[Any, int]]:
-    """Yield (batch on the device, its size) up to a number of examples; the last batch is cut."""
+    """Yield batches, moved to the device, with their sizes; stop after ``max_examples`` examples."""
     left = max_examples
     for batch in batches:
         size = batch_size(batch)

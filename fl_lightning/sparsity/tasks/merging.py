@@ -25,7 +25,7 @@ from fl_lightning.sparsity.tasks.task_vectors import TaskVector, check_same_para
 
 
 class MaskCounts:
-    """Statistics over masks of the same tensors, which are added one by one; takes 4 bytes per entry.
+    """Counts for each entry how many masks train it: for unions, overlaps and so on; 4 bytes per entry.
 
     Attributes:
         num_masks: number of masks so far.
@@ -46,7 +46,7 @@ class MaskCounts:
             self.add(mask)
 
     def add(self, mask: Mask) -> None:
-        """Add a mask; raises ConfigurationError if its tensors differ from those of the masks before."""
+        """Add a mask to the counts; raises ConfigurationError if its tensors differ from earlier masks'."""
         if not self.num_masks:
             self._counts = {name: torch.zeros_like(mask[name], dtype=torch.int32) for name in mask}
             self.num_entries = mask.num_entries
@@ -61,7 +61,7 @@ class MaskCounts:
         self.num_masks += 1
 
     def where(self, condition: Callable[[Tensor], Tensor]) -> Mask:
-        """Return the mask of the entries whose count fulfils a condition, e.g. ``lambda count: count > 3``.
+        """Return the mask of entries whose number of masks meets a condition, e.g. ``lambda count: count > 3``.
 
         Raises:
             ConfigurationError: if there is no mask.
@@ -72,18 +72,18 @@ class MaskCounts:
 
     @property
     def density(self) -> float:
-        """Mean density of the masks, in [0, 1]."""
+        """Mean density of the masks (fraction of entries that train), in [0, 1]."""
         return self._sum(1) / max(1, self.num_masks * self.num_entries)
 
     @property
     def union_density(self) -> float:
-        """Fraction of entries that train by at least one mask, in [0, 1]."""
+        """Fraction of entries that at least one of the masks trains, in [0, 1]."""
         active = sum(int(counts.count_nonzero()) for counts in self._counts.values())
         return active / max(1, self.num_entries)
 
     @property
     def overlap(self) -> float:
-        """Overlap over all pairs of masks, in [0, 1]; 1 if there is no pair, or if all masks are empty."""
+        """Jaccard overlap pooled over all pairs of masks, in [0, 1]; 1 without pairs, or if all masks are empty."""
         shared = (self._sum(2) - self._sum(1)) / 2
         either = (self.num_masks - 1) * self._sum(1) - shared
         return shared / either if either > 0 else 1.0
@@ -93,7 +93,7 @@ class MaskCounts:
 
 
 def union(masks: Iterable[Mask]) -> Mask:
-    """Return the mask of the entries that train by at least one mask.
+    """Return the mask of the entries that at least one of the masks trains.
 
     Raises:
         ConfigurationError: if there is no mask, or the masks have different tensors.
@@ -109,29 +109,29 @@ def union(masks: Iterable[Mask]) -> Mask:
 
 
 def intersection(masks: Iterable[Mask]) -> Mask:
-    """Return the mask of the entries that train by every mask; raises as `union`."""
+    """Return the mask of the entries that every mask trains; raises as `union`."""
     of_all = MaskCounts(masks)
     return of_all.where(lambda counts: counts == of_all.num_masks)
 
 
 def majority(masks: Iterable[Mask]) -> Mask:
-    """Return the mask of the entries that train by more than half of the masks; raises as `union`."""
+    """Return the mask of the entries that more than half of the masks train; raises as `union`."""
     of_all = MaskCounts(masks)
     return of_all.where(lambda counts: 2 * counts > of_all.num_masks)
 
 
 def jaccard_overlap(one: Mask, other: Mask) -> float:
-    """Return Jaccard's index of the entries that train by two masks, in [0, 1]; 1 for two empty masks."""
+    """Return Jaccard's index of the trained entries of two masks, in [0, 1]; 1 for two empty masks."""
     return MaskCounts([one, other]).overlap
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """Similarity of a pair of masks or task vectors.
+    """How similar two masks, or two task vectors, are.
 
     Attributes:
-        one: name of the first.
-        other: name of the second.
+        one: name of the first mask or task vector.
+        other: name of the second mask or task vector.
         overlap: Jaccard's index of the entries that train (of masks) or differ from 0 (of task vectors).
         cosine: cosine of task vectors, in [-1, 1], 0 if one of them is zero; None for masks.
     """
@@ -143,7 +143,7 @@ class Similarity:
 
 
 def compare_masks(masks: Mapping[str, Mask]) -> list[Similarity]:
-    """Return the similarity of every pair of masks.
+    """Return the similarity (Jaccard's index) of every pair of masks.
 
     Example:
         >>> import torch
@@ -158,7 +158,7 @@ def compare_masks(masks: Mapping[str, Mask]) -> list[Similarity]:
 
 
 def compare_tasks(tasks: Mapping[str, TaskVector]) -> list[Similarity]:
-    """Return the similarity of every pair of task vectors: cosine, and overlap of the entries other than 0.
+    """Return the similarity of every pair of task vectors: cosine, and overlap of their nonzero entries.
 
     Raises:
         ConfigurationError: if their parameters differ.

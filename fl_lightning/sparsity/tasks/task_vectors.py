@@ -24,7 +24,7 @@ from fl_lightning.sparsity.masks.mask import Mask, some
 
 
 class TaskVector:
-    """Difference of two models with the same parameters, as one vector of shape (k,).
+    """Task vector: fine-tuned minus pretrained parameters of a model, as one vector of shape (k,).
 
     It is made by `between`, `merge` or `load_task_vector`; sums and multiples are new task vectors. Buffers,
     such as the statistics of batch norm, are not included.
@@ -60,7 +60,7 @@ class TaskVector:
     def between(
         cls, pretrained: nn.Module, fine_tuned: nn.Module, *, names: Sequence[str] | None = None
     ) -> TaskVector:
-        """Return ``fine_tuned - pretrained``.
+        """Return the task vector of two models: the parameters of ``fine_tuned`` minus ``pretrained``.
 
         Args:
             pretrained: the model before training.
@@ -83,20 +83,20 @@ class TaskVector:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Differences by name, in the parameters' shapes."""
+        """The task vector split by parameter: differences by name, in the parameters' shapes."""
         parts = self.vector.split([shape.numel() for shape in self.shapes.values()])
         return {n: part.view(s) for (n, s), part in zip(self.shapes.items(), parts, strict=True)}
 
     def fingerprint(self) -> str:
-        """Return a hash of names and shapes, equal to that of a `Space` of the same parameters."""
+        """Return a hash of the parameters' names and shapes, to check that two task vectors match."""
         return Space(self.tensors).fingerprint()
 
     def support(self) -> Mask:
-        """Return the mask of the entries other than 0, which fine-tuning has changed."""
+        """Return the mask of the nonzero entries: those that fine-tuning has changed."""
         return Mask({name: tensor != 0 for name, tensor in self.tensors.items()})
 
     def apply_to(self, module: nn.Module, scale: float = 1.0) -> None:
-        """Add ``scale`` times the vector to a module's parameters, in place.
+        """Add ``scale`` times the task vector to a module's parameters, in place.
 
         Raises:
             ConfigurationError: if the module lacks parameters or has other shapes; it does not change then.
@@ -134,7 +134,7 @@ class TaskVector:
 
 
 def merge(tasks: Iterable[TaskVector], weights: Sequence[float] | None = None) -> TaskVector:
-    """Return the weighted sum of task vectors.
+    """Merge tasks: return the weighted sum of their task vectors.
 
     Args:
         tasks: at least one, all over the same parameters.
