@@ -1,4 +1,4 @@
-"""What a command prints and which files a run gets; and how to resume an interrupted run.
+"""Output and files of a command, and resuming of an interrupted run.
 
 Log messages are printed in two columns, a warning is one sentence, and deprecation warnings of other libraries
 are hidden. Messages logged before the log file is open are kept, and written into it later.
